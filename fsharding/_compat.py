@@ -1,0 +1,93 @@
+"""Every private torch API that the library leans on, wrapped once. Supported: torch 2.11 to 2.13."""
+
+from __future__ import annotations
+
+import datetime
+import weakref
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+from torch.distributed import distributed_c10d
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+
+__all__ = ["StridedShard", "all_gather_flat", "build_device_mesh", "default_store", "local_of", "phantom_group",
+           "process_group_timeout", "register_group", "world_token"]
+
+
+# ---- process groups ------------------------------------------------------------------------------------------------
+def register_group(name: str, group: dist.ProcessGroup) -> None:
+    """Make ``name`` resolve to ``group`` for ``_c10d_functional`` ops; a name of an earlier group is taken over."""
+    try:
+        if c10d._resolve_process_group(name) is group:
+            return
+    except (RuntimeError, ValueError):  # never registered, or its group is gone
+        pass
+    try:
+        c10d._unregister_process_group(name)  # the name of a group that is gone stays taken
+    except (RuntimeError, ValueError):
+        pass
+    c10d._register_process_group(name, group)
+
+
+def phantom_group(name: str, rank: int, size: int) -> dist.ProcessGroup:
+    """A group without processes or communication, resolvable by ``name``. The caller keeps it alive."""
+    group = dist.ProcessGroup(dist.HashStore(), rank, size)
+    backend = c10d.FakeProcessGroup._create_internal(rank, size, c10d.FakeProcessGroup.Options())
+    for device in ("cpu", "cuda"):
+        group._register_backend(torch.device(device), dist.ProcessGroup.BackendType.CUSTOM, backend)
+    group._set_group_name(name)
+    register_group(name, group)
+    return group
+
+
+def world_token() -> weakref.ref | None:
+    """A weak reference to the default process group, None if there is none. It dies or changes with a new world."""
+    return weakref.ref(distributed_c10d._get_default_group()) if dist.is_initialized() else None
+
+
+def all_gather_flat(out: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Fill the 1-D ``out`` with every member's ``part``, in group order. torch 2.13 renames the function."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(out, part, group=group)
+
+
+def default_store() -> dist.Store:
+    """The key-value store of the default process group, shared by all ranks."""
+    return distributed_c10d._get_default_store()
+
+
+def process_group_timeout(group: dist.ProcessGroup, device: torch.device) -> datetime.timedelta | None:
+    """The timeout of a group's backend for this device, None where it does not tell."""
+    try:
+        return group._get_backend(device).options._timeout
+    except (AttributeError, RuntimeError):
+        return None
+
+
+# ---- device meshes and DTensor -------------------------------------------------------------------------------------
+def build_device_mesh(device_type: str, sizes: Sequence[int], names: Sequence[str], groups: Sequence[dist.ProcessGroup],
+                      rank: int, phantom: bool) -> DeviceMesh:
+    """A row-major DeviceMesh over ranks 0..n-1 on groups that exist already: it creates none and needs no world.
+
+    A phantom mesh never equals a mesh with processes, so that DTensor's caches, which are keyed by mesh equality,
+    cannot hand the groups of one to tensors of the other.
+    """
+    ranks = torch.arange(torch.Size(sizes).numel()).view(*sizes)
+    mesh = DeviceMesh(device_type, ranks, mesh_dim_names=tuple(names), _init_backend=False, _rank=rank)
+    mesh._dim_group_names = [group.group_name for group in groups]
+    if hasattr(mesh, "_pg_registry"):  # torch >= 2.13
+        mesh._pg_registry.update({group.group_name: group for group in groups})
+    if phantom:
+        mesh._thread_id = -1  # part of a DeviceMesh's identity, otherwise set for threaded test worlds only
+        mesh._hash = None
+    return mesh
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The local shard of a DTensor, outside autograd; waits if a collective still fills it."""
+    local = tensor._local_tensor.detach()
+    return local.trigger_wait() if isinstance(local, AsyncCollectiveTensor) else local

@@ -1,0 +1,77 @@
+"""Grouped products of rows sorted by group: the loop that defines them, and PyTorch's grouped GEMM on CUDA.
+
+Legend: R rows, E groups, K and N the dims of one group's matrix. Rows past the last group are zero, values and gradients.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from fsharding.errors import ShardingError
+
+
+def _groups(group_sizes, rows):
+    sizes = group_sizes.tolist()
+    if min(sizes, default=0) < 0 or sum(sizes) > rows:
+        raise ShardingError(
+            f"`ragged_dot` got group sizes {sizes} for {rows} rows: sizes must not be negative nor exceed the rows in all."
+        )
+    end = 0
+    for group, size in enumerate(sizes):
+        yield group, slice(end, end + size)
+        end += size
+
+
+def ragged_dot_loop(x, w, group_sizes):
+    """[R, K], [E, K, N], [E] -> [R, N], one product per non-empty group."""
+    out = x.new_zeros(x.shape[0], w.shape[2])
+    for group, rows in _groups(group_sizes, x.shape[0]):
+        if rows.stop > rows.start:
+            torch.mm(x[rows], w[group], out=out[rows])
+    return out
+
+
+def ragged_dw_loop(x, g, group_sizes):
+    """[R, K], [R, N], [E] -> [E, K, N]: per group the product of its rows' transposes."""
+    out = x.new_zeros(group_sizes.shape[0], x.shape[1], g.shape[1])
+    for group, rows in _groups(group_sizes, x.shape[0]):
+        if rows.stop > rows.start:
+            torch.mm(x[rows].T, g[rows], out=out[group])
+    return out
+
+
+def _fast(x, *dims):
+    """PyTorch's grouped GEMM takes bfloat16 with 16-byte rows, and refuses operands without rows."""
+    return x.dtype == torch.bfloat16 and x.shape[0] > 0 and all(d % 8 == 0 for d in dims)
+
+
+def _dense(x, row_major_ok=True):
+    """A layout that the grouped GEMM takes: one of the last two dims has stride 1, nothing expanded or misaligned."""
+    rows, cols = x.stride()[-2:]
+    fine = (cols == 1 and rows % 8 == 0 and rows >= x.shape[-1]) or (
+        rows == 1 and cols % 8 == 0 and cols >= x.shape[-2]
+    )
+    return x if fine and x.data_ptr() % 16 == 0 else x.contiguous()
+
+
+def _offsets(group_sizes):
+    return group_sizes.cumsum(0, dtype=torch.int32)
+
+
+def ragged_dot_cuda(x, w, group_sizes):
+    """As :func:`ragged_dot_loop`, without a host sync in bfloat16."""
+    if not _fast(x, x.shape[1], w.shape[2]):
+        return ragged_dot_loop(x, w, group_sizes)
+    offsets = _offsets(group_sizes)
+    out = F.grouped_mm(x.contiguous(), _dense(w), offs=offsets)
+    tail = torch.arange(x.shape[0], device=x.device) >= offsets[-1]
+    return out.masked_fill_(tail[:, None], 0)  # rows past the last group are not written by the kernel
+
+
+def ragged_dw_cuda(x, g, group_sizes):
+    """As :func:`ragged_dw_loop`, without a host sync in bfloat16."""
+    if not _fast(x, x.shape[1], g.shape[1]):
+        return ragged_dw_loop(x, g, group_sizes)
+    out = F.grouped_mm(x.contiguous().T, g.contiguous(), offs=_offsets(group_sizes))
+    return out.masked_fill_((group_sizes == 0)[:, None, None], 0)

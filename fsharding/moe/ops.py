@@ -1,0 +1,166 @@
+"""The routed steps of a mixture of experts as differentiable ops: what they mean on one device.
+
+Legend: T tokens, k experts a token, R = T·k routed rows, E experts, D model dim, N, X any feature dim. Row r of the routed
+order is slot ``perm[r]`` of the flattened [T, k] choices, token ``perm[r] // k``; ``inverse`` is the inverse permutation.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fsharding.errors import ShardingError
+from fsharding.moe import grouped
+from fsharding.oplib import multilinear, raw_op
+
+
+def _route(ids, num_experts):
+    flat = ids.reshape(-1)
+    if flat.device.type == "cpu" and flat.numel():  # on other devices a look at the values would stall the device
+        low, high = int(flat.min()), int(flat.max())
+        if low < 0 or high >= num_experts:
+            raise ShardingError(
+                f"`fs.moe.route` got expert ids from {low} to {high}, but there are {num_experts} experts: "
+                f"ids must lie in [0, {num_experts})."
+            )
+    perm = torch.argsort(flat, stable=True)
+    inverse = torch.empty_like(perm)
+    inverse[perm] = torch.arange(perm.numel(), device=perm.device)
+    # A comparison and a sum instead of `bincount`: deterministic, and without a host sync on CUDA.
+    hits = flat[:, None] == torch.arange(num_experts, device=flat.device, dtype=flat.dtype)
+    return perm, inverse, hits.sum(0, dtype=torch.int32)
+
+
+route = raw_op(
+    "route(Tensor ids, int num_experts) -> (Tensor, Tensor, Tensor)",
+    _route,
+    lambda ids, num_experts: (
+        ids.new_empty(ids.numel(), dtype=torch.int64),
+        ids.new_empty(ids.numel(), dtype=torch.int64),
+        ids.new_empty(num_experts, dtype=torch.int32),
+    ),
+)
+
+
+def _rows_of_tokens(y_RD, inverse, k):
+    return y_RD[inverse].view(inverse.shape[0] // k, k, y_RD.shape[1])
+
+
+dispatch_raw = raw_op(
+    "dispatch(Tensor x, Tensor perm, Tensor inverse, int k) -> Tensor",
+    lambda x, perm, inverse, k: x[perm // k],
+    lambda x, perm, inverse, k: x.new_empty(perm.shape[0], x.shape[1]),
+)
+dispatch_t_raw = raw_op(
+    "dispatch_t(Tensor g, Tensor perm, Tensor inverse, int k) -> Tensor",
+    lambda g, perm, inverse, k: (
+        _rows_of_tokens(g, inverse, k).sum(1, dtype=torch.float32).to(g.dtype)
+        if g.dtype in (torch.bfloat16, torch.float16)
+        else _rows_of_tokens(g, inverse, k).sum(1)
+    ),
+    lambda g, perm, inverse, k: g.new_empty(perm.shape[0] // k, g.shape[1]),
+)
+
+
+def _wide(x):  # half-precision rows are summed in float32
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+combine_raw = raw_op(
+    "combine(Tensor y, Tensor w, Tensor perm, Tensor inverse) -> Tensor",
+    lambda y, w, perm, inverse: torch.einsum(
+        "tkd,tk->td", _wide(_rows_of_tokens(y, inverse, w.shape[1])), w.to(_wide(y).dtype)
+    ).to(y.dtype),
+    lambda y, w, perm, inverse: y.new_empty(w.shape[0], y.shape[1]),
+)
+combine_t_raw = raw_op(
+    "combine_t(Tensor g, Tensor w, Tensor perm, Tensor inverse) -> Tensor",
+    lambda g, w, perm, inverse: (_wide(g)[perm // w.shape[1]] * w.reshape(-1)[perm, None]).to(g.dtype),
+    lambda g, w, perm, inverse: g.new_empty(perm.shape[0], g.shape[1]),
+)
+combine_w_raw = raw_op(
+    "combine_w(Tensor g, Tensor y, Tensor perm, Tensor inverse, int k) -> Tensor",
+    lambda g, y, perm, inverse, k: torch.einsum(
+        "tkd,td->tk", _wide(_rows_of_tokens(y, inverse, k)), g.to(_wide(y).dtype)
+    ),
+    lambda g, y, perm, inverse, k: g.new_empty(g.shape[0], k, dtype=_wide_dtype(y.dtype)),
+)
+
+
+def _wide_dtype(dtype):
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+ragged_dot_raw = raw_op(
+    "ragged_dot(Tensor x, Tensor w, Tensor group_sizes) -> Tensor",
+    grouped.ragged_dot_loop,
+    lambda x, w, group_sizes: x.new_empty(x.shape[0], w.shape[2]),
+    cuda=grouped.ragged_dot_cuda,
+)
+ragged_dw_raw = raw_op(
+    "ragged_dw(Tensor x, Tensor g, Tensor group_sizes) -> Tensor",
+    grouped.ragged_dw_loop,
+    lambda x, g, group_sizes: x.new_empty(group_sizes.shape[0], x.shape[1], g.shape[1]),
+    cuda=grouped.ragged_dw_cuda,
+)
+
+
+def _expert_of_row(group_sizes, rows):
+    ends = group_sizes.cumsum(0)
+    return torch.searchsorted(ends, torch.arange(rows, device=ends.device), right=True)
+
+
+def _expand(b, group_sizes, rows):
+    expert = _expert_of_row(group_sizes, rows)
+    inside = expert < b.shape[0]  # rows past the last group are zero
+    return torch.where(inside[:, None], b[expert.clamp(max=b.shape[0] - 1)], b.new_zeros(()))
+
+
+def _segment_sum(g, group_sizes):
+    # One product with a 0/1 matrix: deterministic, unlike a scattered add.
+    member = (
+        _expert_of_row(group_sizes, g.shape[0])[None] == torch.arange(group_sizes.shape[0], device=g.device)[:, None]
+    )
+    return (member.to(_wide(g).dtype) @ _wide(g)).to(g.dtype)
+
+
+expand_raw = raw_op(
+    "expand(Tensor b, Tensor group_sizes, SymInt rows) -> Tensor",
+    _expand,
+    lambda b, group_sizes, rows: b.new_empty(rows, b.shape[1]),
+)
+segment_sum_raw = raw_op(
+    "segment_sum(Tensor g, Tensor group_sizes) -> Tensor",
+    _segment_sum,
+    lambda g, group_sizes: g.new_empty(group_sizes.shape[0], g.shape[1]),
+)
+
+# Each op and its transposes; every one is multilinear, so the family is closed under differentiation.
+dispatch = multilinear(dispatch_raw, 1, lambda: [lambda g, x, *r: dispatch_t(g, *r)])
+dispatch_t = multilinear(dispatch_t_raw, 1, lambda: [lambda g, x, *r: dispatch(g, *r)])
+combine = multilinear(
+    combine_raw,
+    2,
+    lambda: [lambda g, y, w, *r: combine_t(g, w, *r), lambda g, y, w, *r: combine_w(g, y, *r, w.shape[1])],
+)
+combine_t = multilinear(
+    combine_t_raw,
+    2,
+    lambda: [lambda h, g, w, *r: combine(h, w, *r), lambda h, g, w, *r: combine_w(g, h, *r, w.shape[1])],
+)
+combine_w = multilinear(
+    combine_w_raw,
+    2,
+    lambda: [lambda c, g, y, p, i, k: combine(y, c, p, i), lambda c, g, y, p, i, k: combine_t(g, c, p, i)],
+)
+ragged_dot = multilinear(
+    ragged_dot_raw,
+    2,
+    lambda: [lambda g, x, w, n: ragged_dot(g, w.mT, n), lambda g, x, w, n: ragged_dw(x, g, n)],
+)
+ragged_dw = multilinear(
+    ragged_dw_raw,
+    2,
+    lambda: [lambda c, x, g, n: ragged_dot(g, c.mT, n), lambda c, x, g, n: ragged_dot(x, c, n)],
+)
+expand = multilinear(expand_raw, 1, lambda: [lambda g, b, n, rows: segment_sum(g, n)])
+segment_sum = multilinear(segment_sum_raw, 1, lambda: [lambda b, g, n: expand(b, n, g.shape[0])])

@@ -1,0 +1,137 @@
+"""How the library registers its own operators.
+
+A *raw* op is one opaque node of a traced graph: a kernel, a fake (shapes only) and an Autograd kernel that refuses to be
+differentiated, because PyTorch would otherwise return a wrong gradient with no more than a warning. Differentiable ops are
+built from raw ops by :func:`multilinear`, whose transposes are again such ops, so that derivatives of any order work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Sequence
+
+import torch
+
+from fsharding.errors import ShardingError
+
+# A fragment may be opened again (a reloaded module); a "DEF" of the same namespace may not.
+LIB = torch.library.Library("fsharding", "FRAGMENT")
+
+_lifter: contextvars.ContextVar[Callable | None] = contextvars.ContextVar("fsharding_lifter", default=None)
+
+
+@contextlib.contextmanager
+def lifting(function: Callable):
+    """While a trace runs: ``function(tensor)`` stands in for each real tensor that a public op of ours receives."""
+    token = _lifter.set(function)
+    try:
+        yield
+    finally:
+        _lifter.reset(token)
+
+
+def operands(*values):
+    """Operands of a public op, closed-over tensors replaced by inputs of the program that is being traced."""
+    lift = _lifter.get()
+    return values if lift is None else tuple(lift(v) if isinstance(v, torch.Tensor) else v for v in values)
+
+
+def _tensors(values):
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def raw_op(schema: str, kernel: Callable, fake: Callable, *, cuda: Callable | None = None):
+    """Register one raw op and return its overload.
+
+    Args:
+        schema: ``"name(Tensor x, int k) -> Tensor"``.
+        kernel: what runs on any device (on CPU only if ``cuda`` is given).
+        fake: the same signature, returns empty tensors of the right shape.
+        cuda: the kernel for CUDA tensors, where it differs.
+    """
+    name = schema.split("(")[0]
+    LIB.define(schema)
+    if cuda is None:
+        LIB.impl(name, kernel, "CompositeExplicitAutograd")
+    else:
+        LIB.impl(name, kernel, "CPU")
+        LIB.impl(name, cuda, "CUDA")
+    torch.library.register_fake(f"fsharding::{name}", fake, lib=LIB)
+    overload = getattr(torch.ops.fsharding, name).default
+
+    def refuse(keys, *args):
+        if torch.is_grad_enabled() and any(x.requires_grad for x in _tensors(args)):
+            raise ShardingError(
+                f"`fsharding::{name}` has no derivative of this order. Call the public function instead of the raw op, "
+                "or stop the gradient with `.detach()`."
+            )
+        with torch._C._AutoDispatchBelowAutograd():
+            return overload(*args)
+
+    LIB.impl(name, refuse, "Autograd", with_keyset=True)
+    return overload
+
+
+def _split(args: Sequence) -> tuple[list[int], list[torch.Tensor]]:
+    where = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor)]
+    return where, [args[i] for i in where]
+
+
+def _join(args: Sequence, where: Sequence[int], tensors: Sequence[torch.Tensor]) -> list:
+    full = list(args)
+    for i, x in zip(where, tensors, strict=True):
+        full[i] = x
+    return full
+
+
+def multilinear(raw: Callable, linear: int, transposes: Callable[[], Sequence[Callable]]) -> Callable:
+    """A differentiable op that is linear in each of its first ``linear`` arguments.
+
+    Args:
+        raw: the raw op; one tensor out.
+        linear: how many leading arguments it is linear in.
+        transposes: returns, per such argument, ``f(cotangent, *args) -> cotangent of that argument``, made of
+            differentiable ops. A thunk, because an op and its transpose name each other.
+
+    Reverse and forward mode of any order work; ``vmap`` runs the op once per batch entry.
+    """
+
+    class Op(torch.autograd.Function):
+        @staticmethod
+        def forward(*args):
+            return raw(*args)
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.where, tensors = _split(inputs)
+            ctx.args = [None if isinstance(a, torch.Tensor) else a for a in inputs]
+            ctx.save_for_backward(*tensors)
+            ctx.save_for_forward(*tensors)
+
+        @staticmethod
+        def backward(ctx, cotangent):
+            args = _join(ctx.args, ctx.where, ctx.saved_tensors)
+            pulls = transposes()
+            grads = [
+                pulls[i](cotangent, *args).to(args[i].dtype) if ctx.needs_input_grad[i] else None for i in range(linear)
+            ]
+            return *grads, *(None for _ in args[linear:])
+
+        @staticmethod
+        def jvp(ctx, *tangents):
+            args = _join(ctx.args, ctx.where, ctx.saved_tensors)
+            terms = [Op.apply(*args[:i], t, *args[i + 1 :]) for i, t in enumerate(tangents[:linear]) if t is not None]
+            return sum(terms[1:], terms[0])
+
+        @staticmethod
+        def vmap(info, in_dims, *args):
+            pick = lambda b: [a if d is None else a.select(d, b) for a, d in zip(args, in_dims, strict=True)]
+            return torch.stack([Op.apply(*pick(b)) for b in range(info.batch_size)]), 0
+
+    Op.__name__ = raw.name().split("::")[-1].split(".")[0]
+    return Op.apply

@@ -1,0 +1,108 @@
+"""Writes the local program: each call adds one node and computes the shape of its result on fake tensors.
+
+No tracer is involved, so that a program for 4,096 ranks costs what one for 8 costs, and its text holds nothing of the rank
+that wrote it.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from fsharding import _torch_trace as compat
+from fsharding.annotate.mesh import Mesh
+
+A = torch.ops.aten
+C = torch.ops._c10d_functional
+
+
+class Emitter:
+    """One local program under construction.
+
+    Attributes:
+        note: what is put into ``meta["custom"]`` of the nodes to come: phase, line, param, collective.
+    """
+
+    def __init__(self, mesh: Mesh):
+        self.mesh, self.graph, self.note = mesh, fx.Graph(), {}
+        self.fakes = compat.new_fake_mode(symbolic=True)
+        self.row_hints: dict[str, int] = {}
+        self._items: dict[tuple[fx.Node, int], fx.Node] = {}
+
+    def input(self, name: str, shape, dtype) -> fx.Node:
+        node = self.graph.placeholder(name)
+        with self.fakes:
+            node.meta["val"] = torch.empty(tuple(shape), dtype=dtype)
+        return node
+
+    def call(self, target, *args, **kwargs) -> fx.Node:
+        """Add ``target(*args, **kwargs)``; arguments may hold nodes at any depth."""
+        node = self.graph.call_function(target, args, kwargs)
+        values = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
+        with self.fakes, torch.no_grad():
+            node.meta["val"] = target(*values[0], **values[1])
+        node.meta["custom"] = dict(self.note)
+        return node
+
+    def item(self, node: fx.Node, index: int) -> fx.Node:
+        """Element ``index`` of a node with several results."""
+        if (node, index) not in self._items:
+            self._items[node, index] = self.call(operator.getitem, node, index)
+        return self._items[node, index]
+
+    def items(self, node: fx.Node) -> list[fx.Node]:
+        return [self.item(node, i) for i in range(len(node.meta["val"]))]
+
+    # ---- small helpers that avoid no-op nodes ---------------------------------------------------------------------
+    def reshape(self, x: fx.Node, sizes) -> fx.Node:
+        sizes = list(sizes)
+        if all(isinstance(s, int) for s in sizes) and list(shape_of(x)) == sizes:
+            return x
+        return self.call(A.reshape.default, x, sizes)
+
+    def permute(self, x: fx.Node, order) -> fx.Node:
+        order = list(order)
+        return x if order == list(range(len(order))) else self.call(A.permute.default, x, order)
+
+    def contiguous(self, x: fx.Node) -> fx.Node:
+        return x if x.meta["val"].is_contiguous() else self.call(A.contiguous.default, x)
+
+    def cast(self, x: fx.Node, dtype: torch.dtype | None) -> fx.Node:
+        if dtype is None or x.meta["val"].dtype == dtype:
+            return x
+        return self.call(A._to_copy.default, x, dtype=dtype)
+
+    # ---- collectives ----------------------------------------------------------------------------------------------
+    def collective(self, kind: str, axes: tuple[str, ...], target, x: fx.Node, *args) -> fx.Node:
+        """One ``_c10d_functional`` op over the group of ``axes`` and its wait."""
+        note, alias = self.note, self.mesh.alias(axes)
+        self.note = {**note, "collective": kind, "axes": self.mesh.sort_axes(axes)}
+        started = self.call(target, self.contiguous(x), *args, alias)
+        self.note = note
+        return self.call(C.wait_tensor.default, started)
+
+    def all_reduce(self, x: fx.Node, axes: tuple[str, ...], op: str = "sum") -> fx.Node:
+        return self.collective("all_reduce", axes, C.all_reduce.default, x, op)
+
+    def all_gather(self, x: fx.Node, axes: tuple[str, ...]) -> fx.Node:
+        size = self.mesh.axes_size(axes)
+        return self.collective("all_gather", axes, C.all_gather_into_tensor.default, x, size)
+
+    def reduce_scatter(self, x: fx.Node, axes: tuple[str, ...]) -> fx.Node:
+        size = self.mesh.axes_size(axes)
+        return self.collective("reduce_scatter", axes, C.reduce_scatter_tensor.default, x, "sum", size)
+
+
+def value_of(node: fx.Node) -> Any:
+    return node.meta["val"]
+
+
+def shape_of(node: fx.Node) -> tuple:
+    return tuple(node.meta["val"].shape)
+
+
+def dtype_of(node: fx.Node) -> torch.dtype:
+    return node.meta["val"].dtype

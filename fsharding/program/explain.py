@@ -1,0 +1,273 @@
+"""Programs as text and numbers: listings, collectives, memory and cost. Needs no processes and no data."""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from fsharding.moe import ops as moe_ops
+from fsharding.program.attention import attention_backward_raw, attention_raw
+from fsharding.program.donate import _ALIASING
+from fsharding.program.partition import LocalProgram
+from fsharding.program.source import line_of, phase_of
+
+A = torch.ops.aten
+_SHORT = {
+    "float32": "f32",
+    "float64": "f64",
+    "bfloat16": "bf16",
+    "float16": "f16",
+    "int64": "i64",
+    "int32": "i32",
+    "bool": "b1",
+}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of a local program.
+
+    Attributes:
+        kind: all_gather, reduce_scatter, all_reduce or all_to_all.
+        axes: mesh axes of its group, in mesh order.
+        bytes: of the larger side of the operation on one rank (the gathered result, the tensor that is scattered or
+            reduced, the rows exchanged under balanced routing).
+        dtype: what travels.
+        phase: forward, backward or update.
+        param: key path of the leaf that it serves, or None.
+        source: the user's line, or None.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    bytes: int
+    dtype: torch.dtype
+    phase: str
+    param: str | None
+    source: str | None
+
+
+def collectives(program: LocalProgram) -> list[Collective]:
+    """All collectives in program order."""
+    found = []
+    for node in program.graph.nodes:
+        note = node.meta.get("custom", {})
+        if "collective" in note:
+            tensors = [node.meta["val"], *(a.meta["val"] for a in node.all_input_nodes)]
+            sizes = [num_bytes(t, program.row_hints) for t in tensors if isinstance(t, torch.Tensor)]
+            found.append(
+                Collective(
+                    note["collective"],
+                    tuple(note["axes"]),
+                    max(sizes),
+                    node.meta["val"].dtype,
+                    note["phase"],
+                    note.get("param"),
+                    note["line"],
+                )  # fmt: skip
+            )
+    return found
+
+
+def size_of(size: Any, hints: dict[str, int]) -> int:
+    """A dim's size; for routed rows what balanced routing gives."""
+    return size if isinstance(size, int) else hints.get(str(size), 0)
+
+
+def num_bytes(x: torch.Tensor, hints: dict[str, int]) -> int:
+    return math.prod(size_of(n, hints) for n in x.shape) * x.dtype.itemsize
+
+
+# ---- text -------------------------------------------------------------------------------------------------------------
+def _tensor_text(val, hints=None) -> str:
+    if isinstance(val, torch.Tensor):
+        name = str(val.dtype).removeprefix("torch.")
+        return f"{_SHORT.get(name, name)}[{', '.join(str(n) for n in val.shape)}]"
+    if isinstance(val, tuple | list):
+        return f"({', '.join(_tensor_text(v) for v in val)})"
+    return "int" if isinstance(val, int | torch.SymInt) else type(val).__name__
+
+
+def _op_text(target) -> str:
+    if target is operator.getitem:
+        return "item"
+    name = target.name() if hasattr(target, "name") else str(target)
+    return (
+        name.replace("_c10d_functional::", "comm.")
+        .replace("fsharding::", "fs.")
+        .replace("aten::", "")
+        .removesuffix(".default")
+    )
+
+
+def _arg_text(value) -> str:
+    if isinstance(value, fx.Node):
+        return f"%{value.name}"
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(_arg_text(v) for v in value)}]"
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def _short_line(line: str | None) -> str:
+    return line.rsplit("/", 1)[-1] if line else ""
+
+
+def graph_text(graph: fx.Graph, header: str, specs: dict[str, str] | None = None) -> str:
+    """One line a node: name, dtype and shape, op and arguments, phase and source; collectives stand out."""
+    lines, phase = [header], None
+    for node in graph.nodes:
+        if node.op == "output":
+            lines.append(f"return {_arg_text(node.args[0])}")
+            continue
+        note = node.meta.get("custom", {})
+        if node.op == "placeholder":
+            spec = (specs or {}).get(node.name, "")
+            lines.append(f"  %{node.name}: {_tensor_text(node.meta['val'])}{spec} = input")
+            continue
+        if phase_of(node) != phase:
+            phase = phase_of(node)
+            lines.append(f"{phase}:")
+        args = ", ".join([_arg_text(a) for a in node.args] + [f"{k}={_arg_text(v)}" for k, v in node.kwargs.items()])
+        mark = ""
+        if "collective" in note:
+            mark = f" <== {note['collective']} over ({', '.join(note['axes'])})"
+            mark += f" for {note['param']}" if note.get("param") else ""
+        source = f"  # {_short_line(line_of(node))}" if line_of(node) else ""
+        lines.append(
+            f"  %{node.name}: {_tensor_text(node.meta['val'])} = {_op_text(node.target)}({args}){mark}{source}"
+        )
+    return "\n".join(lines)
+
+
+def dims_text(dims) -> str:
+    parts = [f"@({','.join(axes)})" if axes else "whole" for axes in dims]
+    return f" {{{', '.join(parts)}}}" if any(dims) else ""
+
+
+def local_text(program: LocalProgram) -> str:
+    holders = [n for n in program.graph.nodes if n.op == "placeholder"]
+    specs = {
+        n.name: f"{dims_text(i.dims)} {i.kind}"
+        + (" padded" if tuple(n.meta["val"].shape) != _even(i, program.mesh) else "")
+        for n, i in zip(holders, program.inputs, strict=True)
+    }
+    axes = ", ".join(f"{a}={n}" for a, n in program.mesh.shape.items())
+    return graph_text(program.graph, f"local program of one rank on the mesh ({axes})", specs)
+
+
+def _even(spec, mesh):
+    return tuple(
+        n // mesh.axes_size(a) if n % mesh.axes_size(a) == 0 else -1 for n, a in zip(spec.shape, spec.dims, strict=True)
+    )
+
+
+# ---- memory -----------------------------------------------------------------------------------------------------------
+def memory_analysis(program: LocalProgram) -> dict[str, int]:
+    """Bytes on one rank, by liveness over the local program as it runs (each value freed after its last use).
+
+    Returns:
+        ``arguments`` (inputs as they rest), ``outputs`` (new memory in results, donation taken into account), ``gathered``,
+        ``gradients`` and ``temporaries`` (each one's own peak), and ``peak``, the peak of all together, arguments included.
+        Workspace inside kernels is not counted; routed rows count as under balanced routing.
+    """
+    nodes = list(program.graph.nodes)
+    last = {used: i for i, n in enumerate(nodes) for used in n.all_input_nodes}
+    owner: dict[fx.Node, fx.Node] = {}
+    live: dict[fx.Node, tuple[str, int]] = {}
+    expiry: dict[fx.Node, int] = {}
+    now = dict.fromkeys(("arguments", "gathered", "gradients", "temporaries"), 0)
+    peak, peaks = 0, dict(now)
+    for i, node in enumerate(nodes):
+        kind, size = _category(node), _new_bytes(node, program.row_hints)
+        base = _base(node, owner)
+        owner[node] = base
+        expiry[base] = max(expiry.get(base, -1), last.get(node, i))
+        if base is node and size:
+            live[node] = (kind, size)
+            now[kind] += size
+        total = sum(now.values())
+        peak = max(peak, total)
+        peaks = {k: max(peaks[k], v) for k, v in now.items()}
+        for held in [n for n in live if expiry[n] <= i and n.op != "placeholder"]:
+            kind, size = live.pop(held)
+            now[kind] -= size
+    results = {owner[n] for n in nodes[-1].all_input_nodes}
+    outputs = sum(_new_bytes(n, program.row_hints) for n in results if n.op != "placeholder")
+    return {
+        "arguments": peaks["arguments"],
+        "outputs": outputs,
+        **{k: v for k, v in peaks.items() if k != "arguments"},
+        "peak": peak,
+    }
+
+
+def _base(node: fx.Node, owner: dict) -> fx.Node:
+    """The node whose memory this one shows."""
+    inplace = node.target is A.copy_.default
+    starts = "collective" in node.meta.get("custom", {})
+    if node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node) and not starts:
+        if inplace or node.target in _ALIASING or node.target is operator.getitem:
+            return owner[node.args[0]]
+    return node
+
+
+def _new_bytes(node: fx.Node, hints) -> int:
+    if node.op == "output":
+        return 0
+    val = node.meta.get("val")
+    values = val if isinstance(val, tuple | list) else [val]
+    return sum(num_bytes(v, hints) for v in values if isinstance(v, torch.Tensor))
+
+
+def _category(node: fx.Node) -> str:
+    if node.op == "placeholder":
+        return "arguments"
+    note = node.meta.get("custom", {})
+    if note.get("param"):
+        return "gathered" if note["phase"] == "forward" else "gradients"
+    return "gradients" if note.get("phase") == "update" else "temporaries"
+
+
+# ---- cost -------------------------------------------------------------------------------------------------------------
+def flops(graph: fx.Graph, hints: dict[str, int] | None = None) -> int:
+    """Floating-point operations of matrix products and attention (2 per multiply-add); elementwise work is not counted."""
+    return sum(_node_flops(n, hints or {}) for n in graph.nodes)
+
+
+def _node_flops(node: fx.Node, hints) -> int:
+    def shape(i):
+        return [size_of(n, hints) for n in node.args[i].meta["val"].shape]
+
+    if node.target in (A.mm.default, A.bmm.default):
+        return 2 * math.prod(shape(0)) * shape(1)[-1]
+    if node.target is A.addmm.default:
+        return 2 * math.prod(shape(1)) * shape(2)[-1]
+    if node.target in (A.mv.default, A.dot.default):
+        return 2 * math.prod(shape(0))
+    if node.target is moe_ops.ragged_dot_raw:
+        return 2 * math.prod(shape(0)) * shape(1)[-1]
+    if node.target is moe_ops.ragged_dw_raw:
+        return 2 * math.prod(shape(0)) * shape(1)[1]
+    if node.target is attention_raw:
+        b, h, q, d = shape(0)
+        return 4 * b * h * q * shape(1)[2] * d
+    if node.target is attention_backward_raw:
+        b, h, q, d = shape(1)
+        return 10 * b * h * q * shape(2)[2] * d
+    return 0
+
+
+def cost_analysis(program: LocalProgram, global_graph: fx.Graph) -> dict[str, float]:
+    """``flops`` of one rank, ``global_flops`` of the whole program, ``parallel_efficiency`` = global / (ranks · local),
+    and ``comm_bytes`` per kind of collective."""
+    local, whole = flops(program.graph, program.row_hints), flops(global_graph)
+    out: dict[str, float] = {"flops": local, "global_flops": whole}
+    out["parallel_efficiency"] = whole / (local * program.mesh.size) if local else 1.0
+    for c in collectives(program):
+        out[f"{c.kind}_bytes"] = out.get(f"{c.kind}_bytes", 0) + c.bytes
+    return out

@@ -1,0 +1,376 @@
+"""Reductions, products and ops along one dim."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+
+from fsharding.comm import shards
+from fsharding.program.emit import dtype_of
+from fsharding.program.partition import Partition
+from fsharding.program.source import phase_of
+from fsharding.program.values import Const, GroupSizes, Pending, Placed, Stored, Viewed, is_routed
+
+A = torch.ops.aten
+
+
+# ---- reductions -------------------------------------------------------------------------------------------------------
+def _dims(args, kwargs, position, ndim, name="dim"):
+    dims = args[position] if len(args) > position else kwargs.get(name)
+    if dims is None or dims == []:
+        return list(range(ndim))
+    return [dims % max(ndim, 1)] if isinstance(dims, int) else [d % max(ndim, 1) for d in dims]
+
+
+def _keep(args, kwargs):
+    return bool(args[2] if len(args) > 2 else kwargs.get("keepdim", False))
+
+
+def sum_(p: Partition, node, args, kwargs):
+    """Local sums, pending over the axes that split a summed dim. Stored values: a local sum of the block, nothing moves."""
+    x, dtype = args[0], kwargs.get("dtype")
+    dims = _dims(args, kwargs, 1, len(_shape(x)))
+    if isinstance(x, Stored):
+        return _stored_sum(p, node, x, dims, _keep(args, kwargs), dtype)
+    x = p.placed(x)
+    return _sum(p, node, x, dims, _keep(args, kwargs), dtype)
+
+
+def _shape(x):
+    return x.placed.shape if isinstance(x, GroupSizes) else x.shape
+
+
+def _sum(p, node, x: Placed, dims, keepdim, dtype):
+    _no_forward_routed(p, node, x, dims)
+    split = {a for d in dims for a in p.row_axes(x.dims[d])}
+    if split & x.partial:
+        x = p.total(x)
+    if dtype is not None and x.partial and dtype.itemsize < dtype_of(x.node).itemsize:
+        x = p.total(x)
+    kw = {"dtype": dtype} if dtype is not None else {}
+    out = p.emit.call(A.sum.dim_IntList, x.node, dims, keepdim, **kw) if x.ndim else p.emit.cast(x.node, dtype)
+    partial = x.partial | frozenset(p.mesh.sort_axes(split))
+    return Placed(out, p.shape_of_meta(), _left(x.dims, dims, keepdim), frozenset(partial))
+
+
+def _no_forward_routed(p, node, x, dims):
+    if phase_of(node) == "forward" and any(is_routed(x.dims[d]) for d in dims):
+        p.fail(
+            "a reduction over routed rows. Between `dispatch` and `combine` only row-wise ops are legal: reduce after `combine`"
+        )
+
+
+def _left(dims, gone, keepdim):
+    if keepdim:
+        return tuple(() if d in gone else axes for d, axes in enumerate(dims))
+    return tuple(axes for d, axes in enumerate(dims) if d not in gone)
+
+
+def _stored_sum(p, node, x: Stored, dims, keepdim, dtype):
+    cut = [d for d, axes in enumerate(x.dims) if p._real(axes)]
+    if any(d in dims for d in cut) and not all(d in dims for d in cut):
+        return _sum(p, node, p.placed(x), dims, keepdim, dtype)
+    local = _masked(p, x, 0)
+    kw = {"dtype": dtype} if dtype is not None else {}
+    out = p.emit.call(A.sum.dim_IntList, local, dims, keepdim, **kw) if x.shape else p.emit.cast(local, dtype)
+    left = _left(x.dims, dims, keepdim)
+    if any(d in dims for d in cut):
+        return Placed(out, p.shape_of_meta(), ((),) * len(left), frozenset(a for d in cut for a in p._real(x.dims[d])))
+    return Stored(out, p.shape_of_meta(), left)
+
+
+def _masked(p, x: Stored, value):
+    """The block with its padding set to ``value``."""
+    even = all(n % p.mesh.axes_size(axes) == 0 for n, axes in zip(x.shape, x.dims, strict=True))
+    if even:
+        return x.node
+    mesh = p.mesh.alias(())
+    return p.emit.call(shards.mask_padding, x.node, list(x.shape), shards.encode_dims(x.dims), mesh, value)
+
+
+def mean(p: Partition, node, args, kwargs):
+    """A sum over the global number of elements: a mean of local means would weigh ranks, not elements."""
+    x, dtype = args[0], kwargs.get("dtype")
+    shape = _shape(x)
+    dims = _dims(args, kwargs, 1, len(shape))
+    keepdim = _keep(args, kwargs)
+    if isinstance(x, Placed) and not x.partial and not any(p._real(x.dims[d]) for d in dims):
+        kw = {"dtype": dtype} if dtype is not None else {}
+        out = p.emit.call(A.mean.dim, x.node, dims, keepdim, **kw)
+        return Placed(out, p.shape_of_meta(), _left(x.dims, dims, keepdim))
+    count = 1
+    for d in dims:
+        count *= shape[d]
+    out_dtype = node.meta["val"].dtype
+    wide = torch.float32 if out_dtype in (torch.bfloat16, torch.float16) else out_dtype
+    x = x if isinstance(x, Stored) else p.placed(x)
+    total = (
+        _stored_sum(p, node, x, dims, keepdim, wide) if isinstance(x, Stored) else _sum(p, node, x, dims, keepdim, wide)
+    )
+    out = p.emit.call(A.div.Tensor, total.node, count)
+    if out_dtype != wide and isinstance(total, Placed):
+        total = p.total(Placed(out, total.shape, total.dims, total.partial))
+        return Placed(p.emit.cast(total.node, out_dtype), total.shape, total.dims)
+    out = p.emit.cast(out, out_dtype)
+    return (
+        Stored(out, total.shape, total.dims)
+        if isinstance(total, Stored)
+        else Placed(out, total.shape, total.dims, total.partial)
+    )
+
+
+_LOWEST = {"amax": ("max", -1), "amin": ("min", 1), "any": ("max", 0), "all": ("min", 0)}
+
+
+def extremum(p: Partition, node, args, kwargs):
+    """amax, amin, any, all: locally, then one all-reduce over the axes that split a reduced dim."""
+    name = node.target.name().split("::")[1].split(".")[0]
+    x = p.total(args[0])
+    dims = _dims(args, kwargs, 1, x.ndim)
+    _no_forward_routed(p, node, x, dims)
+    if any(is_routed(x.dims[d]) for d in dims):
+        p.refuse("an extremum over routed rows")
+    out = p.emit.call(node.target, x.node, *args[1:], **kwargs)
+    axes = p.mesh.sort_axes([a for d in dims for a in p._real(x.dims[d])])
+    if axes:
+        dtype = dtype_of(out)
+        out = p.emit.cast(out, torch.int32) if dtype == torch.bool else out
+        out = p.emit.cast(p.emit.all_reduce(out, axes, _LOWEST[name][0]), dtype)
+    keepdim = node.meta["val"].ndim == x.ndim
+    return Placed(out, p.shape_of_meta(), _left(x.dims, dims, keepdim))
+
+
+def whole_reduction(p: Partition, node, args, kwargs):
+    """argmax, var, prod and the like: the reduced dims must be whole."""
+    x = p.total(args[0])
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    dims = _dims((None, dim), {}, 1, x.ndim)
+    _whole(p, x, dims, "a reduction")
+    out = p.emit.call(node.target, x.node, *args[1:], **kwargs)
+    values = node.meta["val"]
+    first = values[0] if isinstance(values, tuple | list) else values
+    left = _left(x.dims, dims, first.ndim == x.ndim and x.ndim > 0)
+    if isinstance(values, tuple | list):
+        return tuple(Placed(p.emit.item(out, i), tuple(v.shape), left) for i, v in enumerate(values))
+    return Placed(out, p.shape_of_meta(), left)
+
+
+def _whole(p, x, dims, what):
+    for d in dims:
+        if p._real(x.dims[d]):
+            p.refuse(f"{what} along a dim that is split over {x.dims[d]}")
+
+
+# ---- products ---------------------------------------------------------------------------------------------------------
+def mm(p, node, args, kwargs):
+    return p.contract(A.mm.default, [(args[0], "mk"), (args[1], "kn")], "mn")
+
+
+def bmm(p, node, args, kwargs):
+    return p.contract(A.bmm.default, [(args[0], "bmk"), (args[1], "bkn")], "bmn")
+
+
+def mv(p, node, args, kwargs):
+    return p.contract(A.mv.default, [(args[0], "mk"), (args[1], "k")], "m")
+
+
+def dot(p, node, args, kwargs):
+    return p.contract(A.dot.default, [(args[0], "k"), (args[1], "k")], "")
+
+
+def addmm(p: Partition, node, args, kwargs):
+    """bias · beta + alpha · product; the product's pending sums must be settled before the bias is added."""
+    bias, a, b = args
+    labels = [("bmk", "bkn", "bmn"), ("mk", "kn", "mn")][node.target is A.addmm.default]
+    target = A.mm.default if node.target is A.addmm.default else A.bmm.default
+    out = p.total(p.contract(target, [(a, labels[0]), (b, labels[1])], labels[2]))
+    if kwargs.get("alpha", 1) != 1:
+        out = Placed(p.emit.call(A.mul.Tensor, out.node, kwargs["alpha"]), out.shape, out.dims)
+    have, shape = _shape(bias), out.shape
+    names = list(labels[2])[len(shape) - len(have) :]
+    names = [
+        n if size == shape[len(shape) - len(have) + i] else None
+        for i, (n, size) in enumerate(zip(names, have, strict=True))
+    ]
+    (bias, out), found = p.align([(bias, names), (out, labels[2])])
+    beta = bias.node if kwargs.get("beta", 1) == 1 else p.emit.call(A.mul.Tensor, bias.node, kwargs["beta"])
+    return Placed(p.emit.call(A.add.Tensor, out.node, beta), shape, out.dims)
+
+
+# ---- along one dim ----------------------------------------------------------------------------------------------------
+def along(positions, dim_of, outputs=None):
+    """A rule for ops whose tensor operands (at ``positions``) share all dims, of which those in ``dim_of`` must be whole."""
+
+    def rule(p: Partition, node, args, kwargs):
+        values = [args[i] for i in positions]
+        ndim = len(_shape(values[0]))
+        whole = {d % ndim for d in dim_of(args, kwargs)} if ndim else set()
+        shapes = [_shape(v) for v in values]
+        labels = [
+            [None if d in whole or any(s[d] != shapes[0][d] for s in shapes) else d for d in range(ndim)]
+            for _ in values
+        ]
+        placed, found = p.align(list(zip(values, labels, strict=True)))
+        full = list(args)
+        for i, x in zip(positions, placed, strict=True):
+            full[i] = x.node
+        out = p.emit.call(node.target, *full, **kwargs)
+        dims = tuple(found.get(d, ()) for d in range(ndim))
+        if isinstance(node.meta["val"], tuple | list):
+            return tuple(Placed(p.emit.item(out, i), tuple(v.shape), dims) for i, v in enumerate(node.meta["val"]))
+        return Placed(out, p.shape_of_meta(), dims)
+
+    return rule
+
+
+def arg(position, name="dim", default=-1):
+    return lambda args, kwargs: [args[position] if len(args) > position else kwargs.get(name, default)]
+
+
+def getitem(p, node, args, kwargs):
+    return args[0][args[1]]
+
+
+def embedding(p: Partition, node, args, kwargs):
+    weight, ids = args[0], args[1]
+    ndim = len(_shape(ids))
+    labels = [("i", d) for d in range(ndim)]
+    (w, i), found = p.align([(weight, [None, "d"]), (ids, labels)])
+    out = p.emit.call(A.embedding.default, w.node, i.node, *args[2:], **kwargs)
+    return Placed(out, p.shape_of_meta(), tuple(found.get(n, ()) for n in [*labels, "d"]))
+
+
+def embedding_backward(p: Partition, node, args, kwargs):
+    grad, ids = args[0], args[1]
+    if args[4]:
+        p.refuse("`embedding` with `scale_grad_by_freq`: the frequencies are those of one rank")
+    ndim = len(_shape(ids))
+    labels = [("i", d) for d in range(ndim)]
+    (g, i), found = p.align([(grad, [*labels, "d"]), (ids, labels)])
+    out = p.emit.call(A.embedding_dense_backward.default, g.node, i.node, *args[2:])
+    partial = {a for n in labels for a in p.row_axes(found.get(n, ()))}
+    return Placed(out, p.shape_of_meta(), ((), found.get("d", ())), frozenset(a for a in partial if p._real((a,))))
+
+
+def index(p: Partition, node, args, kwargs):
+    """``x[ids]``, also ``x[:, ids]``: the indexed dims must be whole, the ids may be rows."""
+    x, ids = p.total(args[0]), list(args[1])
+    _whole(p, x, [d for d, i in enumerate(ids) if i is not None], "an index")
+    at, names, labels = _index_labels(ids)
+    placed, found = p.align(
+        [(x, [None if d < len(ids) and ids[d] is not None else ("x", d) for d in range(x.ndim)]), *labels]
+    )
+    local = list(ids)
+    for d, value in zip(at, placed[1:], strict=True):
+        local[d] = value.node
+    out = p.emit.call(A.index.Tensor, placed[0].node, local)
+    return Placed(out, p.shape_of_meta(), _indexed_dims(x.ndim, ids, at, names, found))
+
+
+def _index_labels(ids):
+    at = [d for d, i in enumerate(ids) if i is not None]
+    ndim = max(len(_shape(ids[d])) for d in at)
+    names = [("i", d) for d in range(ndim)]
+    shape = torch.broadcast_shapes(*(_shape(ids[d]) for d in at))
+    labels = []
+    for d in at:
+        have = _shape(ids[d])
+        offset = ndim - len(have)
+        labels.append((ids[d], [names[offset + k] if n == shape[offset + k] else None for k, n in enumerate(have)]))
+    return at, names, labels
+
+
+def _indexed_dims(ndim, ids, at, names, found):
+    rest = [("x", d) for d in range(ndim) if d not in at]
+    adjacent = at == list(range(at[0], at[-1] + 1))
+    first = at[0] if adjacent else 0
+    order = rest[:first] + names + rest[first:]
+    return tuple(found.get(n, ()) for n in order)
+
+
+def index_put(p: Partition, node, args, kwargs):
+    """The transpose of :func:`index`: rows added into zeros are a pending sum."""
+    x, ids, values = args[0], list(args[1]), args[2]
+    accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
+    if not (isinstance(x, Const) and x.value == 0 and accumulate):
+        whole = [p.total(v) for v in (x, *(i for i in ids if i is not None), values)]
+        if any(p._real(axes) for v in whole for axes in v.dims):
+            p.refuse("an indexed assignment where an operand is split")
+        it = iter(v.node for v in whole[1:-1])
+        local = [None if i is None else next(it) for i in ids]
+        return Placed(
+            p.emit.call(A.index_put.default, whole[0].node, local, whole[-1].node, accumulate),
+            x.shape,
+            ((),) * len(x.shape),
+        )
+    at, names, labels = _index_labels(ids)
+    rest = [("x", d) for d in range(x.ndim) if d not in at]
+    first = at[0] if at == list(range(at[0], at[-1] + 1)) else 0
+    order = rest[:first] + names + rest[first:]
+    if len(_shape(values)) != len(order):
+        p.refuse("an indexed addition of broadcast values")
+    placed, found = p.align([(values, order), *labels])
+    dims = tuple(() if d in at else found.get(("x", d), ()) for d in range(x.ndim))
+    zeros = p.relayout(x, dims)
+    local = list(ids)
+    for d, value in zip(at, placed[1:], strict=True):
+        local[d] = value.node
+    out = p.emit.call(A.index_put.default, zeros.node, local, placed[0].node, True)
+    partial = {a for n in names for a in p.row_axes(found.get(n, ()))}
+    return Placed(out, x.shape, dims, frozenset(a for a in partial if p._real((a,))))
+
+
+def index_select(p: Partition, node, args, kwargs):
+    x, dim, ids = args
+    indices = [None] * (dim % len(_shape(x))) + [ids]
+    return index(p, node, (x, indices), {})
+
+
+def replicated(p: Partition, node, args, kwargs):
+    """Any op, on operands that every rank holds whole."""
+    flat = [
+        a
+        for a in _walk((args, kwargs))
+        if isinstance(a, Placed | Stored | Viewed | Pending | GroupSizes | Const) or hasattr(a, "base")
+    ]
+    values = {id(v): p.total(v) for v in flat}
+    if any(p._real(axes) for v in values.values() for axes in v.dims):
+        p.refuse(
+            "an operand is split over "
+            + ", ".join(sorted({a for v in values.values() for x in v.dims for a in p._real(x)}))
+        )
+    args, kwargs = _substitute((args, kwargs), {i: v.node for i, v in values.items()})
+    out = p.emit.call(node.target, *args, **kwargs)
+    return _whole_results(p, node, out)
+
+
+def _whole_results(p, node, out):
+    val = node.meta["val"]
+    if isinstance(val, tuple | list):
+        return tuple(
+            Placed(p.emit.item(out, i), tuple(v.shape), ((),) * v.ndim) if isinstance(v, torch.Tensor) else v
+            for i, v in enumerate(val)
+        )
+    return Placed(out, tuple(val.shape), ((),) * val.ndim)
+
+
+def _walk(tree):
+    if isinstance(tree, tuple | list):
+        for item in tree:
+            yield from _walk(item)
+    elif isinstance(tree, dict):
+        yield from _walk(list(tree.values()))
+    else:
+        yield tree
+
+
+def _substitute(tree, by_id):
+    if isinstance(tree, tuple | list):
+        return type(tree)(_substitute(item, by_id) for item in tree)
+    if isinstance(tree, dict):
+        return {k: _substitute(v, by_id) for k, v in tree.items()}
+    return by_id.get(id(tree), tree)
+
+
+OPERATORS = {operator.getitem: getitem}

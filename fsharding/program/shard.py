@@ -1,0 +1,590 @@
+"""``shard``: the public transform. Binds arguments, caches programs, runs them on this rank's blocks."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import hashlib
+import inspect
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+
+from fsharding import _torch_trace as compat
+from fsharding import tree as trees
+from fsharding.annotate.mesh import Mesh, agree, mesh_of
+from fsharding.annotate.param import ShapeDtype
+from fsharding.annotate.place import device_get, device_put, dims_of, spec_of, wrap_local
+from fsharding.annotate.spec import P, check_sizes, local_slices, normalize, padded_shape
+from fsharding.errors import ShardingError
+from fsharding.moe.all_to_all import DISPATCHERS
+from fsharding.program import explain
+from fsharding.program.donate import pull_updates_forward, write_back
+from fsharding.program.execute import Runner, aliases, set_device
+from fsharding.program.partition import Experts, Input, LocalProgram, Partition
+from fsharding.program.trace import GlobalProgram, trace
+from fsharding.program.transforms import Precision, check_gradient_scope, with_precision
+
+_jit_disabled: contextvars.ContextVar[bool] = contextvars.ContextVar("fsharding_disable_jit", default=False)
+
+
+@contextlib.contextmanager
+def disable_jit():
+    """Inside, sharded functions run as plain single-device PyTorch over gathered values, for ``pdb`` and prints.
+
+    Every rank computes everything. Results that correspond to a stored argument (same key path, shape and dtype) are placed
+    as it was.
+    """
+    token = _jit_disabled.set(True)
+    try:
+        yield
+    finally:
+        _jit_disabled.reset(token)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When weights are gathered. What is built: each leaf is gathered once, where it is first used, and kept for the
+    backward pass (``prefetch=0, regather=False``); other values raise until their passes exist."""
+
+    prefetch: int = 0
+    regather: bool = False
+
+    def __post_init__(self):
+        if self.prefetch or self.regather:
+            raise ShardingError(
+                f"{self!r}: prefetching and gathering again for the backward pass are not available in this version. Use "
+                "`Schedule(prefetch=0, regather=False)`, the default."
+            )
+
+
+@dataclass(frozen=True)
+class Options:
+    """The settings of one ``shard``; see there."""
+
+    mesh: Mesh | None
+    in_specs: Any
+    out_specs: Any
+    stored_argnums: tuple[int, ...]
+    donate_argnums: tuple[int, ...]
+    static_argnums: tuple[int, ...]
+    static_argnames: tuple[str, ...]
+    precision: Precision | None
+    experts: Any
+    strict: bool
+
+
+def shard(
+    fn: Callable,
+    mesh: Mesh | None = None,
+    *,
+    in_specs: Any = None,
+    out_specs: Any = None,
+    stored_argnums: int | Sequence[int] = (0,),
+    donate_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    precision: Precision | str | torch.dtype | None = None,
+    experts: Experts | str | None = "auto",
+    schedule: Schedule | None = None,
+    backend: str = "eager",
+    strict: bool = False,
+) -> Sharded:
+    """``fn`` on a mesh: the same arguments and the same result as on one device.
+
+    Args:
+        fn: a pure function of trees of tensors and numbers. It is traced once per structure, shapes, dtypes and specs.
+        mesh: where it runs; None takes the mesh of the first sharded argument.
+        in_specs: a tree prefix of the positional arguments (one entry each); None lets every DTensor leaf bring its spec,
+            plain tensors being global values that every rank holds.
+        out_specs: a tree prefix of the result that overrides where results live.
+        stored_argnums: arguments at rest (parameters, optimizer state): gathered where they meet rows. Donated arguments too.
+        donate_argnums: arguments whose memory the results take over. They must not be used afterwards.
+        static_argnums, static_argnames: arguments that are part of the program: hashable settings, strings, callables.
+        precision: a :class:`Precision`, or just its compute dtype.
+        experts: :class:`Experts`; "auto" means ``Experts("ep")`` where the mesh has that axis; None gathers experts as any weight.
+        schedule: a :class:`Schedule`.
+        backend: "eager".
+        strict: refuse ops that fall back to replicated operands. (In this version every such op is refused anyway.)
+
+    Raises:
+        ShardingError: on all ranks alike, before anything moves; it names the leaf or the user's source line.
+    """
+    if backend != "eager":
+        raise ShardingError(f"unknown backend {backend!r}: this version has 'eager'.")
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise ShardingError(f"`mesh` must come from `fs.make_mesh`, got {type(mesh).__name__}.")
+    if precision is not None and not isinstance(precision, Precision):
+        precision = Precision(compute=precision)
+    if isinstance(experts, Experts) and experts.dispatcher not in DISPATCHERS:
+        raise ShardingError(f"unknown dispatcher {experts.dispatcher!r}: one of {sorted(DISPATCHERS)}.")
+    if isinstance(static_argnames, str):
+        static_argnames = (static_argnames,)
+    options = Options(
+        mesh, in_specs, out_specs, _numbers(stored_argnums), _numbers(donate_argnums), _numbers(static_argnums),
+        tuple(static_argnames), precision, experts, strict,
+    )  # fmt: skip
+    return Sharded(fn, options)
+
+
+def _numbers(value) -> tuple[int, ...]:
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+@dataclass
+class Call:
+    """One call's arguments, flat."""
+
+    paths: list[str]
+    leaves: list[Any]
+    treedef: Any
+    argnums: list[int]  # which positional argument each leaf belongs to, -1 for keywords
+    static: tuple
+    mesh: Mesh
+    dims: list | None = None
+
+
+class Sharded:
+    """A function on a mesh; see :func:`shard`. ``lower(*args)`` gives the program without running it."""
+
+    def __init__(self, fn: Callable, options: Options):
+        functools.update_wrapper(self, fn, updated=())
+        self.fn, self.options = fn, options
+        self._programs: dict[Any, Program] = {}
+
+    def __call__(self, *args, **kwargs):
+        if compat.current_tracer() is not None:  # inside another sharded function: a part of its global program
+            return self.fn(*args, **kwargs)
+        call = self._bind(args, kwargs)
+        self._check_leaves(call)
+        if _jit_disabled.get():
+            return self._plain(call, args, kwargs)
+        key = self._key(call)
+        program = self._programs.get(key)
+        if program is None:
+            program = self._programs[key] = self._lower(call).compile()
+        return program.run(call.leaves)
+
+    def lower(self, *args, **kwargs) -> Lowered:
+        """The program for these arguments (tensors or :class:`ShapeDtype` leaves). No data is read, nothing is sent."""
+        return self._lower(self._bind(args, kwargs))
+
+    def _transformed(self, transform: Callable) -> Sharded:
+        """The sharded transform of the function: ``fs.grad(fs.shard(f))`` is ``fs.shard(fs.grad(f))``."""
+        return Sharded(transform(self.fn), replace(self.options, out_specs=None))
+
+    # ---- arguments ------------------------------------------------------------------------------------------------
+    def _bind(self, args, kwargs) -> Call:
+        o = self.options
+        where = {n % len(args) if args else n for n in o.static_argnums}
+        dynamic = {i: a for i, a in enumerate(args) if i not in where}
+        named = {k: v for k, v in sorted(kwargs.items()) if k not in o.static_argnames}
+        static = (
+            tuple((i, args[i]) for i in sorted(where) if i < len(args)),
+            tuple((k, v) for k, v in sorted(kwargs.items()) if k in o.static_argnames),
+        )
+        try:
+            hash(static)
+        except TypeError as error:
+            raise ShardingError(f"static arguments must be hashable: {error}.") from None
+        paths, leaves, treedef = trees.flatten_with_paths((list(dynamic.values()), named))
+        numbers = list(dynamic)
+        names = _argument_names(self.fn, len(args))
+        labels, argnums = [], []
+        for path in paths:
+            number, label = _place(path, numbers, names)
+            labels.append(label)
+            argnums.append(number)
+        return Call(labels, leaves, treedef, argnums, static, self._mesh(leaves, labels))
+
+    def _mesh(self, leaves, paths) -> Mesh:
+        mesh, first = self.options.mesh, None
+        for path, x in zip(paths, leaves, strict=True):
+            if isinstance(x, DTensor):
+                found = mesh_of(x.device_mesh)
+                if found is None:
+                    raise ShardingError(
+                        f"{path} is a DTensor on a mesh that `fs.make_mesh` did not make. Move it with "
+                        "`fs.device_put(x.full_tensor(), mesh, spec)`."
+                    )
+                if mesh is not None and found != mesh:
+                    other = f"that of {first}" if first else "the function's"
+                    raise ShardingError(
+                        f"{path} lives on {found!r}, which is not {other} mesh {mesh!r}. Move it with `fs.reshard`."
+                    )
+                mesh, first = found, first or path
+        if mesh is None:
+            raise ShardingError("no mesh: pass `mesh=` to `fs.shard`, or arguments placed with `fs.device_put`.")
+        return mesh
+
+    def _stored(self, call: Call) -> list[bool]:
+        o = self.options
+        count = max(call.argnums, default=0) + 1
+        stored = {n % count if n < 0 else n for n in (*o.stored_argnums, *o.donate_argnums)}
+        return [n in stored for n in call.argnums]
+
+    def _check_leaves(self, call: Call) -> None:
+        seen: dict[int, str] = {}
+        stored = self._stored(call)
+        for path, x, at_rest in zip(call.paths, call.leaves, stored, strict=True):
+            if isinstance(x, torch.Tensor):
+                if getattr(x, "_fsharding_donated", None):
+                    raise ShardingError(
+                        f"{path} was donated to {x._fsharding_donated} and no longer holds a value: use the result that took its "
+                        "place, or leave the argument out of `donate_argnums`."
+                    )
+                if at_rest:
+                    same = id(x._local_tensor if isinstance(x, DTensor) else x)
+                    if same in seen:
+                        raise ShardingError(
+                            f"{seen[same]} and {path} are one tensor in a stored tree. Tie weights by using one leaf twice in the "
+                            "function; or clone it to have two."
+                        )
+                    seen[same] = path
+                if x.requires_grad and torch.is_grad_enabled():
+                    raise ShardingError(
+                        f"{path} requires grad: gradients from outside of a sharded function are not available in this version. "
+                        "Use `fs.shard(fs.value_and_grad(loss), mesh)`, or `.detach()` it."
+                    )
+
+    def _key(self, call: Call):
+        leaves = tuple(
+            x._spec if isinstance(x, DTensor) else (x.shape, x.dtype) if isinstance(x, torch.Tensor) else type(x)
+            for x in call.leaves
+        )
+        return call.treedef, leaves, call.static, call.mesh
+
+    # ---- lowering -------------------------------------------------------------------------------------------------
+    def _inputs(self, call: Call) -> tuple[list[Input], list[torch.Tensor]]:
+        mesh, specs = call.mesh, self._specs(call)
+        inputs, fakes = [], []
+        rows = zip(call.paths, call.leaves, specs, self._stored(call), strict=True)
+        for path, x, spec, at_rest in rows:
+            shape, dtype = _abstract(path, x)
+            dims = normalize(spec, len(shape), mesh.axis_names, path)
+            if isinstance(x, DTensor):
+                have = dims_of(x)
+                if spec is not None and _cut(mesh, have) != _cut(mesh, dims):
+                    raise ShardingError(
+                        f"{path} is placed as {spec_of(x)}, but `in_specs` says {spec}. Leave `in_specs` out, or `fs.reshard` it."
+                    )
+                dims = have
+            check_sizes(shape, dims, mesh.shape, mesh.model_axes, path, even=not at_rest)
+            inputs.append(Input(path, shape, dtype, dims, "stored" if at_rest else "rows"))
+            fakes.append(torch.empty(shape, dtype=dtype, device="meta"))
+        return inputs, fakes
+
+    def _specs(self, call: Call) -> list:
+        own = [getattr(x, "spec", None) if isinstance(x, ShapeDtype) else None for x in call.leaves]
+        if self.options.in_specs is None:
+            return own
+        positional, _ = trees.unflatten(call.treedef, call.leaves)
+        prefix = self.options.in_specs
+        if isinstance(prefix, P) or prefix is None or len(prefix) != len(positional):
+            if not isinstance(prefix, P):
+                raise ShardingError(
+                    f"`in_specs` has one entry for each of the {len(positional)} positional arguments, got {prefix!r}."
+                )
+            prefix = [prefix] * len(positional)
+        given = [s for p, a in zip(prefix, positional, strict=True) for s in trees.broadcast_prefix(p, a, "in_specs")]
+        given += [None] * (len(call.leaves) - len(given))
+        return [s if s is not None else o for s, o in zip(given, own, strict=True)]
+
+    def _flat_function(self, call: Call, result: dict) -> Callable:
+        fn = with_precision(self.fn, self.options.precision, self.options.stored_argnums)
+
+        def flat(*xs):
+            positional, named = trees.unflatten(call.treedef, xs)
+            statics = dict(call.static[0])
+            it = iter(positional)
+            count = len(positional) + len(statics)
+            args = [statics[i] if i in statics else next(it) for i in range(count)]
+            out = fn(*args, **named, **dict(call.static[1]))
+            paths, leaves, treedef = trees.flatten_with_paths(out)
+            result.update(paths=paths, treedef=treedef, fixed={})
+            tensors = []
+            for i, (path, x) in enumerate(zip(paths, leaves, strict=True)):
+                if isinstance(x, torch.Tensor):
+                    tensors.append(x)
+                elif isinstance(x, bool | int | float | str):
+                    result["fixed"][i] = x
+                else:
+                    raise ShardingError(
+                        f"the function returns a {type(x).__name__} at {path or 'the top'}: results are tensors, numbers, strings, "
+                        "None and containers of them."
+                    )
+            return tensors
+
+        return flat
+
+    def _experts(self, mesh: Mesh) -> Experts | None:
+        experts = self.options.experts
+        if experts == "auto":
+            return Experts("ep") if "ep" in mesh.shape else None
+        if isinstance(experts, str):
+            experts = Experts(experts)
+        if experts is not None and experts.axis not in mesh.shape:
+            raise ShardingError(
+                f"`experts` names axis {experts.axis!r}, which the mesh does not have ({', '.join(mesh.axis_names)})."
+            )
+        return experts
+
+    def _lower(self, call: Call) -> Lowered:
+        experts = self._experts(call.mesh)
+        inputs, fakes = self._inputs(call)
+        result: dict[str, Any] = {}
+        program = trace(self._flat_function(call, result), fakes, check_gradient_scope)
+        tensors = [p for i, p in enumerate(result["paths"]) if i not in result["fixed"]]
+        out_dims = self._out_dims(call.mesh, result, program, tensors)
+        constants = [
+            Input(f"const_{i}", tuple(c.shape), c.dtype, ((),) * c.ndim, "constant")
+            for i, c in enumerate(program.constants)
+        ]
+        reduce = self.options.precision.reduce if self.options.precision else None
+        local = Partition(call.mesh, experts, reduce).run(program.graph, inputs + constants, out_dims)
+        pull_updates_forward(local.graph)
+        donated = [i for i, n in enumerate(call.argnums) if n in self._donated(call)]
+        write_back(local, donated, tensors)
+        self._warn_if_replicated(local, inputs)
+        return Lowered(program, local, result, donated, getattr(self.fn, "__name__", "fn"))
+
+    def _donated(self, call: Call) -> set[int]:
+        count = max(call.argnums, default=0) + 1
+        return {n % count if n < 0 else n for n in self.options.donate_argnums}
+
+    def _out_dims(self, mesh, result, program: GlobalProgram, paths):
+        if self.options.out_specs is None:
+            return None
+        output = next(n for n in program.graph.graph.nodes if n.op == "output").args[0]
+        leaves = iter(n.meta["val"] for n in output)
+        full = [None if i in result["fixed"] else next(leaves) for i in range(len(result["paths"]))]
+        tree = trees.unflatten(result["treedef"], [0 if v is None else v for v in full])
+        specs = trees.broadcast_prefix(self.options.out_specs, tree, "out_specs")
+        return [
+            None if s is None else normalize(s, v.ndim, mesh.axis_names, f"result {p}")
+            for s, v, p in zip(specs, full, result["paths"], strict=True)
+            if v is not None
+        ]
+
+    def _warn_if_replicated(self, local: LocalProgram, inputs) -> None:
+        mesh = local.mesh
+        rows = any(i.kind == "rows" and any(_cut(mesh, i.dims)) for i in inputs)
+        gathers = any(n.meta.get("custom", {}).get("collective") == "all_gather" for n in local.graph.nodes)
+        if mesh.size > 1 and not rows and gathers:
+            warnings.warn(
+                f"`{getattr(self.fn, '__name__', 'the function')}` got no argument whose rows are split over the mesh: every rank "
+                "computes everything. Place the batch with `fs.device_put(batch, mesh, P(mesh.data_axes))` or `fs.from_local`.",
+                stacklevel=4,
+            )
+
+    # ---- without tracing ------------------------------------------------------------------------------------------
+    def _plain(self, call: Call, args, kwargs):
+        device = call.mesh.device
+        whole = [
+            x.to(device) if isinstance(x, torch.Tensor) else torch.as_tensor(x, device=device)
+            for x in device_get(call.leaves)
+        ]
+        full = trees.unflatten(call.treedef, whole)
+        statics, it = dict(call.static[0]), iter(full[0])
+        positional = [statics[i] if i in statics else next(it) for i in range(len(full[0]) + len(statics))]
+        fn = with_precision(self.fn, self.options.precision, self.options.stored_argnums)
+        with torch.device(device):
+            out = fn(*positional, **full[1], **dict(call.static[1]))
+        known = {
+            (_tail(p), tuple(x.shape), x.dtype): spec_of(x)
+            for p, x, s in zip(call.paths, call.leaves, self._stored(call), strict=True)
+            if s and isinstance(x, DTensor)
+        }
+
+        def place(path, x):
+            spec = known.get((_tail(path), tuple(x.shape), x.dtype)) if isinstance(x, torch.Tensor) else None
+            return x if spec is None else device_put(x, call.mesh, spec)
+
+        return trees.map_with_path(place, out)
+
+
+def _argument_names(fn, count) -> list[str]:
+    try:
+        names = [
+            p.name
+            for p in inspect.signature(fn).parameters.values()
+            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
+    except (TypeError, ValueError):
+        names = []
+    return [names[i] if i < len(names) else f"args[{i}]" for i in range(count)]
+
+
+def _place(path: str, numbers, names) -> tuple[int, str]:
+    """Which positional argument a flat path lies in, and the path as the user would write it."""
+    head, _, rest = path[1:].partition("]")
+    if head == "0":
+        index, _, tail = rest[1:].partition("]")
+        number = numbers[int(index)]
+        return number, names[number] + tail
+    return -1, rest.removeprefix(".")
+
+
+def _tail(path: str) -> str:
+    cut = min((i for i in (path.find(".", 1), path.find("[", 1)) if i > 0), default=len(path))
+    return path[cut:]
+
+
+def _abstract(path, x) -> tuple[tuple[int, ...], torch.dtype]:
+    if isinstance(x, torch.Tensor | ShapeDtype):
+        return tuple(x.shape), x.dtype
+    if isinstance(x, bool):
+        return (), torch.bool
+    if isinstance(x, int):
+        return (), torch.int64
+    if isinstance(x, float):
+        return (), torch.get_default_dtype()
+    raise ShardingError(
+        f"{path} is a {type(x).__name__}: arguments are tensors, numbers, None and containers of them. Name it in `static_argnums` "
+        "or `static_argnames` if it is a setting, or register its class with optree if it holds tensors."
+    )
+
+
+def _cut(mesh, dims):
+    return tuple(tuple(a for a in axes if mesh.shape[a] > 1) for axes in dims)
+
+
+class Lowered:
+    """A program that was planned but not run: text, collectives, memory and cost, for any mesh, without processes."""
+
+    def __init__(self, program: GlobalProgram, local: LocalProgram, result: dict, donated: list[int], name: str):
+        self.program, self.local, self.result, self.donated, self.name = program, local, result, donated, name
+
+    def as_text(self) -> str:
+        """The local program of a rank, the same on every rank; collectives are marked."""
+        return explain.local_text(self.local)
+
+    def global_text(self) -> str:
+        """The traced single-device program."""
+        return explain.graph_text(self.program.graph.graph, "global program")
+
+    def collectives(self) -> list[explain.Collective]:
+        """All collectives, in order; see :class:`Collective`."""
+        return explain.collectives(self.local)
+
+    def memory_analysis(self) -> dict[str, int]:
+        """Bytes on one rank by category; see ``explain.memory_analysis``."""
+        return explain.memory_analysis(self.local)
+
+    def cost_analysis(self) -> dict[str, float]:
+        """FLOPs of a rank and of the whole, bytes on the wire; see ``explain.cost_analysis``."""
+        return explain.cost_analysis(self.local, self.program.graph.graph)
+
+    def fingerprint(self) -> str:
+        """A hash of the local program's text without source lines: equal on all ranks."""
+        lines = [line.split("  # ")[0] for line in self.as_text().splitlines()]
+        return hashlib.sha1("\n".join([*lines, str(self.local.outputs)]).encode()).hexdigest()
+
+    def compile(self) -> Program:
+        """Make it callable: compares the program over the ranks, creates its process groups.
+
+        Raises:
+            ShardingError: the ranks traced different programs; or the mesh is fake.
+        """
+        mesh = self.local.mesh
+        if mesh.fake and mesh.size > 1:
+            raise ShardingError(
+                "the mesh is fake: its programs can be lowered and read, not run. Make it with `fake=False`."
+            )
+        texts = agree(mesh, "program", f"{self.name} {self.fingerprint()}")
+        if len(texts) > 1:
+            listed = "; ".join(f"{text} on ranks {ranks[:8]}" for text, ranks in texts.items())
+            raise ShardingError(
+                f"the ranks traced different programs for `{self.name}`: {listed}. Call it with the same shapes, dtypes, specs "
+                "and settings on every rank, and do not branch on the rank inside."
+            )
+        return Program(self)
+
+
+class Program:
+    """A compiled program: ``program(*args)`` runs it on arguments of the shapes and specs that it was lowered for."""
+
+    def __init__(self, lowered: Lowered):
+        self.lowered, self.local = lowered, lowered.local
+        mesh = self.local.mesh
+        for alias in aliases(self.local.graph):
+            mesh.register_alias(alias.partition("/")[2].split(","))
+        set_device(self.local.graph, mesh.device)
+        self.runner = Runner(self.local.graph, mesh)
+        coordinates = mesh.coordinates()
+        self._pads = [_pad_of(i, mesh) for i in self.local.inputs]
+        self._own = [
+            _block_shape(shape, dims, mesh, coordinates) if kind == "stored" else None
+            for kind, dims, shape in self.local.outputs
+        ]
+        self._written = [n.target is torch.ops.aten.copy_.default for n in _results(self.local.graph)]
+
+    def __call__(self, *args):
+        _, leaves, _ = trees.flatten_with_paths((list(args), {}))
+        return self.run(leaves)
+
+    def run(self, leaves: Sequence[Any]) -> Any:
+        device = self.local.mesh.device
+        local = []
+        for x, pad in zip(leaves, self._pads, strict=False):
+            x = x._local_tensor if isinstance(x, DTensor) else x
+            if not isinstance(x, torch.Tensor):
+                x = torch.tensor(x, device=device)
+            elif x.device != device:
+                x = x.to(device)
+            local.append(F.pad(x, pad) if pad else x)
+        local += [c if c.device == device else c.to(device) for c in self.lowered.program.constants]
+        out = self.runner(local)
+        if self.lowered.donated:
+            self._retire(leaves, local)
+        return self._wrap(out)
+
+    def _wrap(self, out: list[torch.Tensor]):
+        mesh, result = self.local.mesh, self.lowered.result
+        wrapped = []
+        for x, (kind, dims, shape), own in zip(out, self.local.outputs, self._own, strict=True):
+            if kind == "whole":
+                wrapped.append(x)
+                continue
+            if own is not None and tuple(x.shape) != own:
+                x = x[tuple(slice(0, n) for n in own)].contiguous()
+            wrapped.append(wrap_local(x, mesh, dims, shape))
+        it = iter(wrapped)
+        count = len(wrapped) + len(result["fixed"])
+        leaves = [result["fixed"][i] if i in result["fixed"] else next(it) for i in range(count)]
+        return trees.unflatten(result["treedef"], leaves)
+
+    def _retire(self, leaves, local) -> None:
+        """Donated leaves hold no value any more: a later use fails instead of reading what took their place."""
+        for i in self.lowered.donated:
+            x = leaves[i]
+            if not isinstance(x, torch.Tensor):
+                continue
+            if self._pads[i]:
+                pass  # the padded copy was written, not the leaf's own memory: it is simply dropped
+            x._fsharding_donated = f"`{self.lowered.name}`"
+            if isinstance(x, DTensor):
+                x._local_tensor = torch.empty_like(x._local_tensor, device="meta")
+
+
+def _results(graph) -> list:
+    return list(next(n for n in graph.nodes if n.op == "output").args[0])
+
+
+def _pad_of(spec: Input, mesh: Mesh) -> list[int]:
+    """``F.pad`` widths from this rank's block to the padded block, empty if it is full."""
+    if spec.kind != "stored":
+        return []
+    own = _block_shape(spec.shape, spec.dims, mesh, mesh.coordinates())
+    widths = [(0, b - n) for n, b in zip(own, padded_shape(spec.shape, spec.dims, mesh.shape), strict=True)]
+    return [w for pair in reversed(widths) for w in pair] if any(b for _, b in widths) else []
+
+
+def _block_shape(shape, dims, mesh, coordinates) -> tuple[int, ...]:
+    return tuple(s.stop - s.start for s in local_slices(shape, dims, mesh.shape, coordinates))

@@ -1,0 +1,251 @@
+"""From a user's function to one graph of core ops: the *global program*, independent of device and mesh.
+
+Two phases. First the function runs once on fake CPU tensors under ``make_fx`` with ``torch.func`` transforms and all;
+composites are rewritten (``composites.py``), closed-over tensors become inputs, every node notes the user's line and its
+phase. Then the *graph* is functionalised and decomposed to a small core. (Functionalising the function itself fails on any
+``autograd.Function``.)
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.fx as fx
+import torch.fx.traceback as fx_traceback
+from torch._decomp import core_aten_decompositions, get_decompositions
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fsharding import _torch_trace as compat
+from fsharding import oplib
+from fsharding.errors import ShardingError
+from fsharding.program.composites import Rewrite
+from fsharding.program.source import annotate, error_line, line_of, phase_of
+
+A = torch.ops.aten
+
+like_raw = oplib.raw_op("like(Tensor g, Tensor x) -> Tensor", lambda g, x: g.clone(), lambda g, x: torch.empty_like(g))
+
+
+class _Like(torch.autograd.Function):
+    """The gradient ``g`` of ``x``, marked so that the partition lays it out as ``x`` rests. An identity in ``g``."""
+
+    @staticmethod
+    def forward(g, x):
+        return like_raw(g, x)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, g):
+        return g, None
+
+    @staticmethod
+    def jvp(ctx, g, x):
+        return g.clone()
+
+    @staticmethod
+    def vmap(info, in_dims, g, x):
+        return g.clone(), in_dims[0]  # a batch of gradients has no resting place of its own
+
+
+@dataclass
+class GlobalProgram:
+    """A traced function.
+
+    Attributes:
+        graph: placeholders are the flat inputs, then ``constants``; one output, a list.
+        constants: the tensors that the function closes over, read at each call.
+        num_inputs: how many of the placeholders are inputs.
+    """
+
+    graph: fx.GraphModule
+    constants: list[torch.Tensor]
+    num_inputs: int
+
+
+# Kernels that are kept whole: they matter for speed, and their rules are as simple as those of their parts.
+_KEEP = """sum mean _softmax _softmax_backward_data _log_softmax _log_softmax_backward_data silu silu_backward gelu gelu_backward
+    native_layer_norm native_layer_norm_backward embedding_dense_backward t split split_with_sizes addmm _to_copy
+    baddbmm stack transpose sigmoid_backward tanh_backward""".split()
+
+
+# Identities once nothing is mutated.
+_IDENTITIES = (A.lift_fresh_copy.default, A.lift_fresh.default, A.alias.default, A.detach.default)
+
+
+def _table() -> dict:
+    table = dict(core_aten_decompositions())
+    table.update(get_decompositions([A.linalg_vector_norm, A.native_group_norm]))
+    for op in list(table):
+        name = op.name().split("::")[-1].split(".")[0] if hasattr(op, "name") else str(op)
+        # The decomposed flash forward would hand its backward something that is no logsumexp: a wrong gradient.
+        if name in _KEEP or "scaled_dot" in name:
+            del table[op]
+    return table
+
+
+class _Constants:
+    """Closed-over tensors, each recorded once as an attribute of the traced graph."""
+
+    def __init__(self, fakes: torch._subclasses.FakeTensorMode):
+        self.fakes, self.seen = fakes, {}
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if compat.is_fake(x) or compat.is_wrapped(x) or compat.current_tracer() is None:
+            return x
+        if isinstance(x, torch.distributed.tensor.DTensor):
+            raise ShardingError(
+                f"the function closes over a sharded tensor {tuple(x.shape)}: pass it as an argument (closed-over tensors are "
+                "constants that every rank holds in full)."
+            )
+        if id(x) not in self.seen:
+            with compat.no_modes():
+                real = x.detach()
+                with self.fakes:
+                    fake = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
+            compat.track_constant(fake, real, f"closed_over_{len(self.seen)}")
+            self.seen[id(x)] = (fake, x)  # keeps x alive: its id stands for it
+        return self.seen[id(x)][0]
+
+
+def trace(fn: Callable, inputs: Sequence[torch.Tensor], on_gradient: Callable | None = None) -> GlobalProgram:
+    """Trace ``fn(*flat tensors) -> list of tensors``.
+
+    Args:
+        inputs: tensors (of any device, or meta) that give shapes and dtypes; their values are not read.
+        on_gradient: called with each (gradient, input) that a transform computes; may raise.
+
+    Raises:
+        ShardingError: data-dependent control flow or sizes, host reads, random numbers; with the user's line.
+    """
+    fakes = compat.new_fake_mode()
+    with fakes:
+        args = [torch.empty(x.shape, dtype=x.dtype, device="cpu") for x in inputs]
+    lift = _Constants(fakes)
+
+    def at_rest(g, x):
+        if on_gradient is not None:
+            on_gradient(g, x)
+        return _Like.apply(g, x)
+
+    def run(*xs):
+        annotate(compat.current_tracer())
+        with compat.watch_gradients(at_rest), oplib.lifting(lift), Rewrite(lift):
+            return fn(*xs)
+
+    with _readable(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="There is a performance drop because we have not yet implemented")
+        traced = make_fx(run, decomposition_table=_table(), tracing_mode="fake", _allow_non_fake_inputs=True)(*args)
+        for node in traced.graph.nodes:
+            _refuse_host_read(node)
+        _refuse_hidden_mutation(traced)
+        constants = _lift_attributes(sweep(traced))
+        program = _functionalise(traced, args, constants, fakes) if any(map(_mutates, traced.graph.nodes)) else traced
+    return GlobalProgram(_finish(program), constants, len(args))
+
+
+def _refuse_host_read(node: fx.Node) -> None:
+    if node.target in (A._local_scalar_dense.default, A.item.default, A.equal.default, A.is_nonzero.default):
+        raise ShardingError(
+            f"{line_of(node)}: `{node.target}` reads a tensor's value on the host, inside a function that is traced for all "
+            "ranks. Keep it a tensor, return it, or compute it before the call."
+        )
+
+
+class _readable:
+    """Turns what tracing raises into an error that names the user's line."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, tb):
+        if error is None or isinstance(error, ShardingError):
+            return False
+        name = kind.__name__
+        data_dependent = isinstance(error, compat.FAKE_ERRORS) or "DataDependent" in name
+        if data_dependent:
+            raise ShardingError(
+                f"{error_line(error)}: the shape of a result, or which way Python goes, depends on the data here "
+                f"({name}: {str(error).splitlines()[0]}). A sharded function is traced once: use `torch.where`, a fixed "
+                "size, or compute this before the call."
+            ) from error
+        return False
+
+
+def _functionalise(traced: fx.GraphModule, args, constants, fakes) -> fx.GraphModule:
+    """The same graph without in-place ops and with nothing that depends on them being views."""
+    with fakes:
+        fake_constants = [torch.empty_strided(c.shape, c.stride(), dtype=c.dtype, device="cpu") for c in constants]
+    run = torch.func.functionalize(lambda *xs: fx.Interpreter(traced).run(*xs))
+    with fx_traceback.preserve_node_meta(), torch.no_grad():
+        return make_fx(run, decomposition_table=_table(), tracing_mode="fake")(*args, *fake_constants)
+
+
+def _finish(gm: fx.GraphModule) -> fx.GraphModule:
+    for node in gm.graph.nodes:
+        if node.target in _IDENTITIES:
+            node.replace_all_uses_with(node.args[0])
+    sweep(gm)
+    _refuse_mutated_inputs(gm)
+    _mark_updates(gm)
+    return gm
+
+
+def _lift_attributes(gm: fx.GraphModule) -> list[torch.Tensor]:
+    graph, found = gm.graph, {}
+    first = next(n for n in graph.nodes if n.op != "placeholder")
+    for node in [n for n in graph.nodes if n.op == "get_attr"]:
+        if node.target not in found:
+            with graph.inserting_before(first):
+                found[node.target] = graph.placeholder("const_" + node.target.lstrip("_"))
+        node.replace_all_uses_with(found[node.target])
+        graph.erase_node(node)
+    gm.recompile()
+    return [getattr(gm, name) for name in found]
+
+
+def _refuse_hidden_mutation(gm: fx.GraphModule) -> None:
+    """``batch_norm`` with running statistics mutates without saying so in its schema: it would be silently lost."""
+    for node in gm.graph.nodes:
+        name = str(node.target)
+        if "batch_norm" in name and any(isinstance(a, fx.Node) for a in node.args[3:5]):
+            raise ShardingError(
+                f"{line_of(node)}: `batch_norm` with running statistics changes its arguments. Compute the statistics with "
+                "`mean` and `var` and return the new running values from the function."
+            )
+
+
+def _mutates(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return node.op == "call_function" and schema is not None and schema.is_mutable
+
+
+def _refuse_mutated_inputs(gm: fx.GraphModule) -> None:
+    for node in gm.graph.nodes:
+        if _mutates(node):
+            raise ShardingError(
+                f"{line_of(node)}: the function changes one of its arguments or a closed-over tensor in place "
+                f"(`{node.target}`). Return the new value instead."
+            )
+
+
+def _mark_updates(gm: fx.GraphModule) -> None:
+    """Phase "update": what is computed from gradients once they are at rest."""
+    after = set()
+    for node in gm.graph.nodes:
+        if node.target is like_raw or any(a in after for a in node.all_input_nodes):
+            after.add(node)
+            if node.target is not like_raw and phase_of(node) == "forward":
+                node.meta.setdefault("custom", {})["phase"] = "update"
+
+
+def sweep(gm: fx.GraphModule) -> fx.GraphModule:
+    """Drop every node that no output needs, except those that write."""
+    gm.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or _mutates(node))
+    gm.recompile()
+    return gm
