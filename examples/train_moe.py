@@ -43,14 +43,14 @@ def parse(argv=None) -> argparse.Namespace:
         ("experts", 8, "experts a layer"),
         ("top-k", 2, "experts a token"),
         ("expert-hidden", 64, "hidden size of one expert"),
-        ("steps", 200, "optimizer steps"),
+        ("steps", 160, "optimizer steps"),
         ("batch", 32, "sequences a step, over all ranks"),
         ("seq", 128, "bytes a sequence"),
         ("micro-batches", 1, "parts of a batch that are accumulated"),
         ("seed", 0, "of weights and batches"),
     ):
         p.add_argument(f"--{name}", type=int, default=value, help=f"{text} (default {value})")
-    p.add_argument("--lr", type=float, default=3e-3, help="peak learning rate (default 3e-3)")
+    p.add_argument("--lr", type=float, default=4e-3, help="peak learning rate (default 4e-3)")
     p.add_argument("--layout", choices=LAYOUTS, default="dp2ep", help="where parameters rest (default dp2ep)")
     p.add_argument("--mesh", help="axes and sizes, as efsdp=2,ep=2 (default: chosen from layout and ranks)")
     p.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of the arithmetic; masters are fp32")
@@ -88,6 +88,7 @@ def model_config(args) -> qwen3_moe.Config:
         num_experts_per_tok=args.top_k,
         rope_theta=1e4,
         router_aux_loss_coef=1e-2,
+        initializer_range=0.05,
     )
 
 

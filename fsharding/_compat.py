@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
 __all__ = ["StridedShard", "all_gather_flat", "build_device_mesh", "default_store", "local_of", "phantom_group",
-           "process_group_timeout", "register_group", "world_token"]
+           "process_group_timeout", "register_group", "serves", "world_token"]
 
 
 # ---- process groups ------------------------------------------------------------------------------------------------
@@ -58,6 +58,11 @@ def all_gather_flat(out: torch.Tensor, part: torch.Tensor, group: dist.ProcessGr
 def default_store() -> dist.Store:
     """The key-value store of the default process group, shared by all ranks."""
     return distributed_c10d._get_default_store()
+
+
+def serves(group: dist.ProcessGroup, device_type: str) -> bool:
+    """Whether a group has a backend for tensors of this device."""
+    return any(device.type == device_type for device in group._device_types)
 
 
 def process_group_timeout(group: dist.ProcessGroup, device: torch.device) -> datetime.timedelta | None:

@@ -11,7 +11,7 @@ The generator is the splitmix64 finaliser (Steele, Lea, Flood: Fast Splittable P
 One pass alone would make the streams of two keys shifted copies of each other. Tested in ``tests/test_random.py``:
 moments, tails and chi-square of uniform and normal, each single bit, flips of output bits per flipped index and key
 bit, correlation of neighbouring keys, splits and indices, and distinctness of 2^20 values. Normal numbers are Box and
-Muller's (1958), in float32. Not for cryptography.
+Muller's (1958), rounded to float32. Not for cryptography.
 
 A key is a 0-d int64 tensor. Everything here is plain tensor arithmetic on it (int64 wraps), so it traces.
 """
@@ -24,6 +24,7 @@ from collections.abc import Sequence
 import torch
 
 from .errors import ShardingError
+from .oplib import operands, raw_op
 
 __all__ = ["bits", "dropout", "fold_in", "key", "normal", "normal_block", "split", "uniform", "uniform_block"]
 
@@ -57,21 +58,32 @@ def fold_in(key: torch.Tensor, data: int | torch.Tensor) -> torch.Tensor:
 
 
 # ---- whole arrays --------------------------------------------------------------------------------------------------
+def _draw(key: torch.Tensor, kind: str, shape: Sequence[int], dtype: torch.dtype, device) -> torch.Tensor:
+    """One node of a traced program, so that a partition draws each rank's block alone."""
+    (key,) = operands(_key(key) if device is None else _key(key).to(device))
+    return draw_raw(key.detach(), list(shape), kind, dtype)
+
+
 def bits(key: torch.Tensor, shape: Sequence[int], device: torch.device | str | None = None) -> torch.Tensor:
     """64 random bits an element, int64, on the key's device by default."""
-    return bits_block(key, shape, (0,) * len(shape), shape, device)
+    return _draw(key, "bits", shape, torch.int64, device)
 
 
 def uniform(key: torch.Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32,
             device: torch.device | str | None = None) -> torch.Tensor:
     """Uniform numbers in [0, 1), never 1 in any dtype; on the key's device by default."""
-    return uniform_block(key, shape, (0,) * len(shape), shape, dtype, device)
+    if dtype not in _MANTISSA:
+        raise ShardingError(f"Uniform numbers come in {', '.join(map(str, _MANTISSA))}, not in {dtype}.")
+    return _draw(key, "uniform", shape, dtype, device)
 
 
 def normal(key: torch.Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32,
            device: torch.device | str | None = None) -> torch.Tensor:
-    """Numbers of mean 0 and variance 1, drawn in float32 (the largest is about 6.7); on the key's device by default."""
-    return normal_block(key, shape, (0,) * len(shape), shape, dtype, device)
+    """Numbers of mean 0 and variance 1, rounded to float32 (the largest is 6.7), then to ``dtype``; on the key's
+    device by default."""
+    if not dtype.is_floating_point:
+        raise ShardingError(f"Normal numbers come in floating dtypes, not in {dtype}.")
+    return _draw(key, "normal", shape, dtype, device)
 
 
 def dropout(key: torch.Tensor, x: torch.Tensor, rate: float) -> torch.Tensor:
@@ -107,10 +119,12 @@ def normal_block(key: torch.Tensor, global_shape: Sequence[int], starts: Sequenc
     if not dtype.is_floating_point:
         raise ShardingError(f"Normal numbers come in floating dtypes, not in {dtype}.")
     raw = bits_block(key, global_shape, starts, local_shape, device)
-    # The radius takes all of the upper 32 bits, for the tail; half a step keeps the logarithm finite.
-    radius = torch.sqrt(-2.0 * torch.log((_shift(raw, 32).to(torch.float32) + 0.5) * 2.0 ** -32))
-    angle = (raw & 0xFFFFFF).to(torch.float32) * (2.0 * math.pi * 2.0 ** -24)
-    return (radius * torch.cos(angle)).to(dtype)
+    # In float64, although float32 holds the result: logarithms and cosines of float32 differ in the last bit between
+    # CPU and GPU (a quarter of all values on an H200), and a seed should mean the same numbers on both. Half a step
+    # keeps the logarithm finite.
+    radius = torch.sqrt(-2.0 * torch.log((_shift(raw, 32).to(torch.float64) + 0.5) * 2.0 ** -32))
+    angle = (raw & 0xFFFFFFFF).to(torch.float64) * (2.0 * math.pi * 2.0 ** -32)
+    return (radius * torch.cos(angle)).to(torch.float32).to(dtype)
 
 
 # ---- the generator -------------------------------------------------------------------------------------------------
@@ -146,3 +160,18 @@ def _key(key: torch.Tensor) -> torch.Tensor:
         raise ShardingError(f"A random key is a 0-d int64 tensor, not {have}. Make one with fs.random.key(seed), and "
                             "unpack or index what split returns.")
     return key
+
+
+# ---- as one op -----------------------------------------------------------------------------------------------------
+def draw_block(key, kind, global_shape, starts, local_shape, dtype) -> torch.Tensor:
+    """A block of "bits", "uniform" or "normal" numbers; see the functions of these names."""
+    if kind == "bits":
+        return bits_block(key, global_shape, starts, local_shape)
+    return (uniform_block if kind == "uniform" else normal_block)(key, global_shape, starts, local_shape, dtype)
+
+
+draw_raw = raw_op(
+    "draw(Tensor key, int[] shape, str kind, ScalarType dtype) -> Tensor",
+    lambda key, shape, kind, dtype: draw_block(key, kind, shape, (0,) * len(shape), shape, dtype),
+    lambda key, shape, kind, dtype: key.new_empty(shape, dtype=dtype),
+)

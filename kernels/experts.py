@@ -10,39 +10,127 @@ Legend: T tokens, k slots a token, R = T·k rows, H hidden, I expert hidden, E e
 
 import torch
 
-from .combine import combine_op
-from .glu import ACTIVATIONS, glu_backward_op, glu_op
-from .registry import refuse_vmap
+from .combine import combine_launch, combine_reference, gather_launch
+from .glu import (
+    ACTIVATIONS,
+    glu_backward_launch,
+    glu_backward_reference,
+    glu_launch,
+    glu_reference,
+)  # fmt: skip
+from .registry import define, refuse_vmap
 from .routing import Routing
-from .rows import rows_op
-from .wgrad import wgrad_op
+from .rows import rows_launch, rows_reference
+from .streams import Beside
+from .table import configure
+from .wgrad import wgrad_launch, wgrad_reference
 
 
-def forward_pass(x, w_in, w_out, weights, routing: Routing, activation: str, keep: bool):
-    """(out [T, H], h [R, 2I] or [0, 2I]) from the raw ops."""
-    o, b = routing.offsets, routing.blocks
-    h, a = glu_op(x, w_in, o, b, routing.rows, activation, keep)
-    y = rows_op(a, w_out, o, b)
-    return combine_op(y, weights, routing.inverse), h
+def forward_launch(x, w_in, w_out, weights, offsets, perm, inverse, rows, blocks, order, activation, keep):
+    """(out [T, H], h [R, 2I], or [0, 2I] unless `keep`)."""
+    h, a = glu_launch(x, w_in, offsets, blocks, rows, activation, keep)
+    y = rows_launch(a, w_out, offsets, blocks)
+    return combine_launch(y, weights, inverse), h
 
 
-def backward_pass(g, x, w_in, w_out, weights, h, routing: Routing, activation: str, needs):
-    """Gradients of (x, w_in, w_out, weights); None where `needs` says so."""
-    o, b, order, rows, inverse = routing.offsets, routing.blocks, routing.order, routing.rows, routing.inverse
-    weights_high = weights.to(torch.promote_types(weights.dtype, torch.float32))
-    scale = weights_high.reshape(-1).index_select(0, routing.perm)
-    dh, a, dscale = glu_backward_op(g, w_out, h, scale, o, b, rows, activation)
-    dx = dw_in = dw_out = dweights = None
+def backward_launch(
+    g, x, w_in, w_out, weights, h, offsets, perm, inverse, rows, blocks, order, activation, needs
+):  # fmt: skip
+    """Gradients of (x, w_in, w_out, weights), empty where not needed.
+
+    The copies of g's and x's rows, which only the weight gradients want, are made beside the product with w_out; the
+    gather-sum of x's gradient runs beside the gradient of w_in.
+    """
+    count, none = rows.shape[0], x.new_empty(0)
+    dx = dw_in = dw_out = dweights = none
+    copy = copies(g, w_out, count)
+    g_rows = g.new_empty((count, g.shape[1])) if copy and needs[2] else None
+    x_rows = x.new_empty((count, x.shape[1])) if copy and needs[1] else None
+    beside, tickets = Beside(g.device) if copy and (needs[1] or needs[2]) else None, {}
+    dh, a, dscale = glu_backward_launch(
+        g, w_out, h, row_weights(weights, perm), offsets, blocks, rows, activation
+    )  # fmt: skip
+    for name, source, target in (("g", g, g_rows), ("x", x, x_rows)):
+        if target is not None:
+            tickets[name] = beside.run(gather_launch, source, rows, out=target, beside=True)
     if needs[2]:
-        dw_out = wgrad_op(a, g, o, order, None, rows)
-    del a
-    if needs[1]:
-        dw_in = wgrad_op(x, dh, o, order, rows, None)
+        if copy:
+            beside.join(tickets["g"])
+        dw_out = wgrad_launch(a, g_rows if copy else g, offsets, order, None, None if copy else rows)
+    del a, g_rows
     if needs[0]:
-        dx = combine_op(rows_op(dh, w_in, o, b, transposed=True), None, inverse)
+        by_row, dx = rows_launch(dh, w_in, offsets, blocks, transposed=True), torch.empty_like(x)
+    after = Beside(g.device) if needs[0] else None
+    if needs[1]:
+        if copy:
+            beside.join(tickets["x"])
+        dw_in = wgrad_launch(x_rows if copy else x, dh, offsets, order, None if copy else rows, None)
+    if needs[0]:
+        after.join(after.run(combine_launch, by_row, None, inverse, out=dx, beside=needs[1]))
     if needs[3]:
-        dweights = dscale.index_select(0, inverse.reshape(-1)).reshape(weights.shape).to(weights.dtype)
+        dweights = slot_values(dscale, inverse, weights)
     return dx, dw_in, dw_out, dweights
+
+
+def row_weights(weights, perm):
+    """Routing weights [T, k] in row order [R], at least fp32."""
+    high = weights.to(torch.promote_types(weights.dtype, torch.float32))
+    return high.reshape(-1).index_select(0, perm)
+
+
+def slot_values(values, inverse, like):
+    """Row values [R] as [T, k] in the dtype of `like`."""
+    return values.index_select(0, inverse.reshape(-1)).reshape(like.shape).to(like.dtype)
+
+
+def copies(g, w_out, rows: int) -> bool:
+    """Whether the table prefers copies of the rows, made once, over gathering them in the weight gradients."""
+    experts, inner, width = w_out.shape
+    return configure("wgrad_gather", g, width, inner, experts, rows).impl == "copy"
+
+
+def forward_reference(x, w_in, w_out, weights, offsets, perm, inverse, rows, blocks, order, activation, keep):
+    """Plain torch."""
+    h, a = glu_reference(x, w_in, offsets, blocks, rows, activation, keep)
+    return combine_reference(rows_reference(a, w_out, offsets, blocks), weights, inverse), h
+
+
+def backward_reference(
+    g, x, w_in, w_out, weights, h, offsets, perm, inverse, rows, blocks, order, activation, needs
+):  # fmt: skip
+    """Plain torch."""
+    scale = row_weights(weights, perm)
+    dh, a, dscale = glu_backward_reference(g, w_out, h, scale, offsets, blocks, rows, activation)
+    by_row = rows_reference(dh, w_in, offsets, blocks, transposed=True)
+    grads = (
+        combine_reference(by_row, None, inverse),
+        wgrad_reference(x, dh, offsets, order, rows, None),
+        wgrad_reference(a, g, offsets, order, None, rows),
+        slot_values(dscale, inverse, weights),
+    )
+    return tuple(grad if need else x.new_empty(0) for grad, need in zip(grads, needs, strict=True))
+
+
+def forward_fake(x, w_in, w_out, weights, offsets, perm, inverse, rows, blocks, order, activation, keep):
+    return x.new_empty(x.shape), x.new_empty((rows.shape[0] if keep else 0, w_in.shape[2]))
+
+
+def backward_fake(g, x, w_in, w_out, weights, h, offsets, perm, inverse, rows, blocks, order, activation, needs):
+    pairs = zip((x, w_in, w_out, weights), needs, strict=True)
+    return tuple(t.new_empty(t.shape) if need else x.new_empty(0) for t, need in pairs)
+
+
+ROUTING = "Tensor offsets, Tensor perm, Tensor inverse, Tensor rows, Tensor blocks, Tensor order"
+expert_mlp_op = define(
+    f"expert_mlp(Tensor x, Tensor w_in, Tensor w_out, Tensor weights, {ROUTING}, str activation, bool keep) "
+    "-> (Tensor, Tensor)",
+    cpu=forward_reference, cuda=forward_launch, fake=forward_fake,
+)  # fmt: skip
+expert_mlp_backward_op = define(
+    f"expert_mlp_backward(Tensor g, Tensor x, Tensor w_in, Tensor w_out, Tensor weights, Tensor h, {ROUTING}, "
+    "str activation, bool[4] needs) -> (Tensor, Tensor, Tensor, Tensor)",
+    cpu=backward_reference, cuda=backward_launch, fake=backward_fake,
+)  # fmt: skip
 
 
 class ExpertMlp(torch.autograd.Function):
@@ -52,7 +140,7 @@ class ExpertMlp(torch.autograd.Function):
 
     @staticmethod
     def forward(x, w_in, w_out, weights, activation, *routing):
-        return forward_pass(x, w_in, w_out, weights, Routing(*routing), activation, True)
+        return expert_mlp_op(x, w_in, w_out, weights, *routing, activation, True)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -80,8 +168,8 @@ class ExpertMlpBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(g, x, w_in, w_out, weights, h, activation, needs, *routing):
-        grads = backward_pass(g, x, w_in, w_out, weights, h, Routing(*routing), activation, needs)
-        return tuple(d for d in grads if d is not None)
+        grads = expert_mlp_backward_op(g, x, w_in, w_out, weights, h, *routing, activation, needs)
+        return tuple(grad for grad, need in zip(grads, needs, strict=True) if need)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -120,5 +208,5 @@ def expert_mlp(
         t.requires_grad or torch._C._functorch.is_functorch_wrapped_tensor(t) for t in (x, w_in, w_out, weights)
     )
     if not differentiable:  # nothing is kept, h is not even written
-        return forward_pass(x, w_in, w_out, weights, routing, activation, False)[0]
+        return expert_mlp_op(x, w_in, w_out, weights, *routing, activation, False)[0]
     return ExpertMlp.apply(x, w_in, w_out, weights, activation, *routing)[0]

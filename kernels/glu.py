@@ -10,9 +10,10 @@ import triton
 import triton.language as tl
 
 from . import tiles
+from .activation import activation_backward_launch, activation_launch
 from .registry import define, dense_rows, tma_ready
 from .routing import BLOCK_M
-from .rows import launch_grid, rows_reference
+from .rows import launch_grid, rows_launch, rows_reference
 from .rows import shapes as product_shapes
 from .table import Config, configure
 from .tiles import GATHER, POINTER, TMA, activate, load_rows, load_tile, load_weight, store_tile, swizzle, zero_tail
@@ -51,9 +52,10 @@ def glu_kernel(
         low_gate, low_up = gate.to(DTYPE), up.to(DTYPE)
         if KEEP:
             store_tile(h_gate, start, end, col, h_stride, N, low_gate, Y_TMA)
-            store_tile(h_up, start, end, col, h_stride, N, low_up, Y_TMA)
         # from the rounded numbers, so that the backward, which only has h, recomputes the very same a
         value, _ = activate(low_gate.to(tl.float32), ACTIVATION)
+        if KEEP:
+            store_tile(h_up, start, end, col, h_stride, N, low_up, Y_TMA)
         store_tile(a, start, end, col, a_stride, N, (value * low_up.to(tl.float32)).to(DTYPE), Y_TMA)
     if KEEP:
         zero_tail(h_tail, tl.load(blocks + 1), M, 2 * N, h_stride, DTYPE, 1024)
@@ -152,7 +154,10 @@ def glu_launch(
     if a.numel() == 0 or width == 0:
         return h.zero_(), a.zero_()
     x, w = dense_rows(x), dense_rows(w)
-    config = config or configure("glu", x, inner, width, w.shape[0], rows)
+    config = config or configure("glu" if keep else "glu_only", x, inner, width, w.shape[0], rows)
+    if config.impl == "split":  # two passes: the product, then the activation
+        h = rows_launch(x, w, offsets, blocks, index, tma=tma)
+        return h if keep else h[:0], activation_launch(h, activation)
     n, k = config.block_n, config.block_k
     w_gate, w_up, h_gate, h_up = w[:, :, :inner], w[:, :, inner:], h[:, :inner], h[:, inner:]
     x_mode, w_tma = tiles.mode(x, index, tma > 0), tma > 0 and tma_ready(w_gate, w_up)
@@ -184,6 +189,9 @@ def glu_backward_launch(
         return dh.zero_(), a.zero_(), torch.zeros_like(scale)
     g, w, h = dense_rows(g), dense_rows(w), dense_rows(h)
     config = config or configure("glu_backward", g, inner, width, experts, rows)
+    if config.impl == "split":
+        da = rows_launch(g, w, offsets, blocks, index, transposed=True, tma=tma)
+        return activation_backward_launch(da, h, scale.contiguous(), blocks, activation)
     n, k = config.block_n, config.block_k
     parts = triton.cdiv(inner, n)
     score = g.new_empty((rows, parts), dtype=torch.float32)

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from . import tiles
+from .combine import gather_launch
 from .registry import define, dense_rows, programs, tma_ready
 from .routing import BLOCK_M, capacity
 from .table import Config, configure
@@ -67,8 +68,10 @@ def rows_launch(
     y = x.new_empty((count, cols))
     if y.numel() == 0 or inner == 0:
         return y.zero_()
-    op = "gather" if index is not None else "dgrad" if transposed else "forward"
-    config = config or configure(op, x, cols, inner, w.shape[0], count)
+    plain = "dgrad" if transposed else "forward"
+    config = config or configure("gather" if index is not None else plain, x, cols, inner, w.shape[0], count)
+    if index is not None and config.impl == "copy":  # gather first, then the copy engine can load the rows
+        x, index, config = gather_launch(x, index), None, configure(plain, x, cols, inner, w.shape[0], count)
     x = dense_rows(x)
     if w.stride(-1) != 1 and w.stride(-2) == 1:  # [E, K, N] that rests as [E, N, K]: read it the other way round
         w, transposed = w.mT, not transposed

@@ -10,9 +10,9 @@ from .tuned import TUNED
 
 
 class Config(NamedTuple):
-    """How one kernel is launched. `impl` "torch" means `torch._grouped_mm` (only for the plain products)."""
+    """How one op is launched. `impl` "torch" means `torch._grouped_mm` (only for the plain products)."""
 
-    impl: str = "triton"
+    impl: str = "triton"  # or "torch"; "copy" gathers rows first; "split" runs the activation as a pass of its own
     block_m: int = 128  # of the weight gradient; row-grouped products have the schedule's BLOCK_M
     block_n: int = 256
     block_k: int = 64
@@ -27,11 +27,12 @@ class Config(NamedTuple):
 DEFAULT = {
     "forward": Config(),
     "dgrad": Config(),
-    "gather": Config(),
+    "gather": Config(flatten=False),
     "wgrad": Config(),
-    "wgrad_gather": Config(stages=5),
-    "glu": Config(block_n=128),
-    "glu_backward": Config(block_n=128),
+    "wgrad_gather": Config(impl="copy", stages=5),
+    "glu": Config(impl="split", block_n=128, flatten=False),
+    "glu_only": Config(block_n=128, flatten=False),
+    "glu_backward": Config(impl="split", block_n=128, split=3, flatten=False),
 }
 WIDE = Config(block_m=64, block_n=64, block_k=32, warps=4, stages=2, split=0, flatten=False)
 

@@ -101,20 +101,22 @@ def candidates(op: str) -> dict:
     """Named configurations worth trying for `op`."""
     base = DEFAULT[op]
     small = dict(block_n=128, warps=4, stages=3, split=1, per_sm=2)
-    if op in ("forward", "dgrad", "gather"):
+    if op in ("forward", "dgrad"):
         found = [{}, dict(flatten=False), dict(stages=4), dict(split=0), dict(group=16), dict(group=4),
-                 dict(block_k=128, stages=2), dict(small, flatten=False), dict(small)]  # fmt: skip
+                 dict(small, flatten=False), small]  # fmt: skip
+    elif op == "gather":
+        found = [{}, dict(impl="copy"), dict(stages=4), dict(group=16), dict(small, flatten=False)]
     elif op == "wgrad":
-        found = [{}, dict(stages=4), dict(block_m=256, block_n=128), dict(group=4), dict(group=16),
-                 dict(block_k=128, stages=2), small]  # fmt: skip
+        found = [{}, dict(stages=4), dict(group=4), dict(group=16), dict(small)]
     elif op == "wgrad_gather":
-        found = [{}, dict(stages=4), dict(stages=7), dict(block_m=256, block_n=128), dict(group=4),
-                 dict(small, stages=5)]  # fmt: skip
+        found = [{}, dict(impl="triton"), dict(impl="triton", block_m=256, block_n=128)]
     elif op == "glu":
-        found = [{}, dict(flatten=False), dict(stages=4, flatten=False), dict(group=16), dict(group=4)]
+        found = [{}, dict(impl="triton")]
+    elif op == "glu_only":
+        found = [{}, dict(impl="split"), dict(group=16)]
     else:
-        found = [{}, dict(flatten=False), dict(flatten=False, stages=4), dict(block_n=256, split=2),
-                 dict(block_n=256, split=3), dict(block_n=256, split=2, flatten=False), dict(group=16)]  # fmt: skip
+        fused = dict(impl="triton")
+        found = [{}, dict(fused, block_n=256), dict(fused, warps=4, per_sm=2, split=2)]
     return {",".join(f"{k}={v}" for k, v in c.items()) or "default": base._replace(**c) for c in found}
 
 
@@ -145,6 +147,7 @@ class Case:
             return found | {
                 "gather": lambda c: rows_launch(x, self.w, o, b, index, config=c),
                 "glu": lambda c: glu_launch(x, self.w, o, b, index, config=c),
+                "glu_only": lambda c: glu_launch(x, self.w, o, b, index, keep=False, config=c),
                 "wgrad_gather": lambda c: wgrad_launch(x, self.g, o, order, index, config=c),
             }
         g, scale = self.g[:tokens], torch.rand(self.rows, device="cuda")
@@ -168,7 +171,7 @@ class Case:
 def key(op: str, case: Case) -> tuple:
     """Table key of an op on a case: N result columns and K as `table.choose` sees them."""
     n, k = (case.k, case.n) if op in ("dgrad", "glu_backward") else (case.n, case.k)
-    n = case.n // 2 if op == "glu" else n
+    n = case.n // 2 if op in ("glu", "glu_only") else n
     return (op, n, k, case.experts, bucket(case.rows, case.experts))
 
 
@@ -187,18 +190,18 @@ def warm(task):
 def ops_of(name: str) -> list[str]:
     """The ops that a layer runs on its up or down product."""
     if name.endswith("/up"):
-        return ["forward", "dgrad", "wgrad", "gather", "glu", "wgrad_gather"]
+        return ["forward", "dgrad", "wgrad", "gather", "glu", "glu_only", "wgrad_gather"]
     return ["forward", "dgrad", "wgrad", "glu_backward", "wgrad_gather"]
 
 
-def measure(todo, kinds, repeats) -> list[dict]:
+def measure(todo, kinds, repeats, only="") -> list[dict]:
     """One line a (product, op, routing): milliseconds of each candidate, of torch and of the dense product."""
     lines = []
     for name, experts, k, n, rows in todo:
         for kind in kinds:
             case = Case(experts, k, n, rows, kind, name.endswith("/up"))
             run, library = case.ops(), case.library()
-            for op in ops_of(name):
+            for op in (op for op in ops_of(name) if not only or op in only.split(",")):
                 functions = {label: functools.partial(run[op], c) for label, c in candidates(op).items()}
                 if op in library:
                     functions |= {"torch": library[op][0], "dense": library[op][1]}
@@ -245,17 +248,19 @@ def main():
     parser.add_argument("--out", type=Path, required=True, help="raw results, JSON")
     parser.add_argument("--write", action="store_true", help="rewrite kernels/tuned.py from the results")
     parser.add_argument("--only", default="", help="comma-separated layer names")
+    parser.add_argument("--ops", default="", help="comma-separated ops")
     parser.add_argument("--routings", default="balanced,zipf")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--processes", type=int, default=12, help="processes that compile ahead")
     args = parser.parse_args()
     layers = [entry for entry in LAYERS if not args.only or entry[0] in args.only.split(",")]
     todo, begin = products(layers), time.time()
-    tasks = sorted({(op, name.endswith("/up")) for name, *_ in todo for op in ops_of(name)})
+    tasks = sorted({(op, name.endswith("/up")) for name, *_ in todo for op in ops_of(name)
+                    if not args.ops or op in args.ops.split(",")})  # fmt: skip
     with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
         pool.map(warm, tasks, chunksize=1)
     print(f"compiled in {time.time() - begin:.0f} s", flush=True)
-    lines = measure(todo, args.routings.split(","), args.repeats)
+    lines = measure(todo, args.routings.split(","), args.repeats, args.ops)
     args.out.write_text(json.dumps(lines))
     if args.write:
         write(chosen(lines), Path(__file__).with_name("tuned.py"))

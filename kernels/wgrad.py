@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from . import tiles
+from .combine import gather_launch
 from .registry import define, dense_rows, programs, tma_ready
 from .table import Config, configure
 from .tiles import GATHER, TMA, load_ragged, load_rows, swizzle
@@ -120,8 +121,12 @@ def wgrad_launch(
         return dw.zero_()
     gathered = x_index is not None or g_index is not None
     config = config or configure("wgrad_gather" if gathered else "wgrad", x, n, k, experts, rows)
+    if gathered and config.impl == "copy":
+        x = x if x_index is None else gather_launch(x, x_index)
+        g = g if g_index is None else gather_launch(g, g_index)
+        x_index, g_index, config = None, None, configure("wgrad", x, n, k, experts, rows)
     x, g = dense_rows(x), dense_rows(g)
-    if config.impl == "torch" and not gathered and tma_ready(x, g, dw):
+    if config.impl == "torch" and x_index is None and g_index is None and tma_ready(x, g, dw):
         return torch._grouped_mm(x.mT, g, offs=offsets)
     x_mode, g_mode, dw_tma = tiles.mode(x, x_index, tma > 1), tiles.mode(g, g_index, tma > 1), tma > 0 and tma_ready(dw)
     block_m, block_n, block_k = config.block_m, config.block_n, config.block_k

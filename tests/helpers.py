@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 
 PG_TIMEOUT_S = 20
-# What a first DTensor or a first trace imports late: 400 modules, over a second for each rank.
+# What each rank would import on its own, a second or more: the library, and what a first DTensor or trace needs.
 PRELOAD = ["torch", "torch._dynamo", "torch.distributed.tensor", "torch.fx.experimental.proxy_tensor",
-           "torch.fx.experimental.symbolic_shapes", "optree"]
+           "torch.fx.experimental.symbolic_shapes", "optree", "fsharding"]
 GRACE_S = 2  # how long the other ranks may take to report, once one has failed
 
 

@@ -201,7 +201,9 @@ def start_work(rank, world):
     assert (dist.get_world_size(), fake.rank, fake.size) == (2, 0, 64)
     dist.barrier()
     dist.destroy_process_group()
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"  # the launcher's store is the same, so its keys need another prefix
+    # the launcher's store is the same one, so the keys of a second world need a prefix
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+    dist.init_process_group("gloo", store=dist.PrefixStore("second", store), rank=rank, world_size=world)
     # all caches belong to the group that is gone; a new world starts afresh, and a fake mesh lives on
     name = fake.register_alias(("efsdp",))
     assert C10D.wait_tensor(C10D.all_gather_into_tensor(torch.ones(1), 64, name)).shape == (64,)

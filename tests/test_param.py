@@ -81,7 +81,8 @@ def test_only_the_shard_is_ever_made(monkeypatch):
     (lambda: Param((2,), axes=(3,)), ["(3,)"]), (lambda: Param((2,), dtype="bf17"), ["bf17", "torch.bfloat16"]),
     (lambda: Param((2,), init="gauss"), ["gauss", '"normal"', '"zeros"']),
     (lambda: Param((2,), init="uniform"), ["bound"]), (lambda: Param((2,), init=("zeros", 1)), ["zeros"]),
-    (lambda: Param((-1,)), ["(-1,)"]), (lambda: Param(3), ["3"]), (lambda: ShapeDtype((2.5,)), ["2.5"]), (lambda: as_dtype(3), ["3"])])
+    (lambda: Param((-1,)), ["(-1,)"]), (lambda: Param(3), ["3"]), (lambda: ShapeDtype((2.5,)), ["2.5"]),
+    (lambda: as_dtype(3), ["3"])])
 def test_bad_descriptions(make, words):
     text = message(make)
     assert all(word in text for word in words), text

@@ -3,6 +3,7 @@
 Values are index tensors, so that a misplaced element names itself.
 """
 
+import copy
 import math
 import weakref
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from helpers import run_ranks
 from test_spec import all_specs, blocks
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import (
     DTensor,
     Partial,
@@ -317,6 +319,7 @@ def foreign_work(rank, world):
     two = distribute_tensor(full, strange, [Shard(0)], src_data_rank=None)
     assert torch.equal(device_get({"x": two})["x"], full) and spec_of(two) == P("z")
     assert "which make_mesh did not make" in message(lambda: reshard({"x": two}, mesh, P()))
+    assert torch.equal(device_get(copy.deepcopy(device_put(full, mesh, P(("a", "b"))))), full)
     partial = DTensor.from_local(torch.ones(2), strange, [Partial()], run_check=False)
     assert device_get(partial).tolist() == [4.0, 4.0]
     # an optimizer steps our leaves in place, and they stay right and stay ours
@@ -366,3 +369,19 @@ def test_from_local_and_its_errors_are_the_same_on_all_ranks():
 def test_foreign_dtensors_and_torch_optimizers():
     results = run_ranks(4, foreign_work)
     assert all(result[:2] == ((5,), (1,)) for result in results)
+
+
+def test_files_of_leaves_hold_nothing_of_ours(tmp_path):
+    """So that torch.load, which refuses unknown classes, reads them anywhere."""
+    mesh = make_mesh({"a": 1})
+    torch.save({"w": device_put(index(4, 2), mesh, P("a"))}, tmp_path / "w.pt")
+    loaded = torch.load(tmp_path / "w.pt", weights_only=True)
+    assert torch.equal(device_get(loaded)["w"], index(4, 2)) and spec_of(loaded["w"]) == P("a")
+    assert device_put(loaded["w"], mesh, P("a")).device_mesh is mesh.leaf_mesh
+
+
+def test_placing_fake_tensors():
+    mesh = make_mesh({"a": 4}, fake=True)
+    with FakeTensorMode() as mode:
+        placed = device_put({"w": mode.from_tensor(index(8, 2))}, mesh, P("a"))["w"]
+        assert placed.shape == (8, 2) and placed.to_local().shape == (2, 2)

@@ -1,0 +1,1 @@
+"""What the user says: meshes, specs, parameters, layouts, and placing values."""

@@ -190,13 +190,13 @@ def _partition(sizes: tuple[int, ...], inside: tuple[int, ...]) -> tuple[tuple[i
 def mesh_of(device_mesh: DeviceMesh) -> Mesh | None:
     """The Mesh on whose ``device_mesh`` or ``leaf_mesh`` a DTensor lives; None for a foreign DeviceMesh.
 
-    A DeviceMesh that equals one of ours counts as it: DTensor's caches may swap equal meshes.
+    A DeviceMesh that equals one of ours counts as it: DTensor's caches, copies and files may swap equal meshes.
     """
-    mesh = getattr(device_mesh, "_fsharding_mesh", None)
-    if mesh is not None:
-        return mesh
-    known = [mesh for world in _worlds.values() for mesh in world.meshes]
-    return next((mesh for mesh in known if _state(mesh).leaf_mesh == device_mesh), None)
+    known = [(mesh, state) for world in _worlds.values() for mesh, state in world.meshes.items()]
+    for mesh, state in known:  # meshes that differ in their model axes have equal DeviceMeshes: identity first
+        if device_mesh is state.leaf_mesh or device_mesh is state.device_mesh:
+            return mesh
+    return next((mesh for mesh, state in known if state.leaf_mesh == device_mesh), None)
 
 
 # ---- the cache of one process group --------------------------------------------------------------------------------
@@ -217,7 +217,6 @@ class _MeshState:
         groups = [self.group(mesh, (axis,)) for axis in mesh.axis_names]
         args = mesh.device_type, mesh.sizes, mesh.axis_names, groups, mesh.rank, mesh.fake
         self.device_mesh, self.leaf_mesh = _compat.build_device_mesh(*args), _compat.build_device_mesh(*args)
-        self.device_mesh._fsharding_mesh = self.leaf_mesh._fsharding_mesh = mesh
 
     def group(self, mesh: Mesh, axes: tuple[str, ...]) -> dist.ProcessGroup:
         if axes not in self.by_axes:
@@ -249,21 +248,19 @@ def _state(mesh: Mesh) -> _MeshState:
 
 
 def _new_group(mesh: Mesh, ranks: list[list[int]]) -> dist.ProcessGroup:
-    if len(ranks) == 1 and _serves(dist.group.WORLD, mesh.device_type):
+    serves = _compat.serves(dist.group.WORLD, mesh.device_type)
+    if len(ranks) == 1 and serves:
         return dist.group.WORLD
+    backend = None if serves else "nccl" if mesh.device_type == "cuda" else "gloo"
     limit = datetime.timedelta(seconds=mesh.timeout_s)
     known = _compat.process_group_timeout(dist.group.WORLD, torch.device(mesh.device_type))
     mine = None
     for members in ranks:
-        group = dist.new_group(members, timeout=min(limit, known or limit))
+        group = dist.new_group(members, timeout=min(limit, known or limit), backend=backend)
         if mesh.rank in members:
             mine = group
     assert mine is not None
     return mine
-
-
-def _serves(group: dist.ProcessGroup, device_type: str) -> bool:
-    return any(device.type == device_type for device in group._device_types)
 
 
 # ---- checks and start ----------------------------------------------------------------------------------------------

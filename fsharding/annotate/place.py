@@ -26,9 +26,13 @@ from .spec import (
     axes_of,
     check_sizes,
     from_placements,
+    inside,
     local_slices,
     normalize,
+    numel,
+    overlap,
     padded_shape,
+    relative,
     to_placements,
 )
 
@@ -250,14 +254,14 @@ def _gather(path: str, leaf: DTensor) -> torch.Tensor:
     return out
 
 
-def _all_gather(local: torch.Tensor, numel: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Every member's block, flat and padded to ``numel``, as rows. Bytes travel: backends know few dtypes."""
-    padded = local.new_zeros(numel)
+def _all_gather(local: torch.Tensor, width: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """Every member's block, flat and padded to ``width``, as rows. Bytes travel: backends know few dtypes."""
+    padded = local.new_zeros(width)
     padded[:local.numel()].copy_(local.reshape(-1))
-    out = local.new_empty(group.size() * numel)
-    if numel:
+    out = local.new_empty(group.size() * width)
+    if width:
         _compat.all_gather_flat(_bytes(out), _bytes(padded), group)
-    return out.view(group.size(), numel)
+    return out.view(group.size(), width)
 
 
 def _members(mesh: Mesh, axes: Sequence[str]) -> list[dict[str, int]]:
@@ -296,7 +300,7 @@ def _reshard(path: str, leaf: Any, dims: Dims, mesh: Mesh) -> Any:
     _check_local(path, leaf, old, dims_of(leaf))
     source, target = _Layout(leaf.shape, old, dims_of(leaf)), _Layout(leaf.shape, mesh, dims)
     local, rank = _compat.local_of(leaf), mesh.rank
-    if all(_inside(target.block(r), source.block(r)) for r in range(mesh.size)):
+    if all(inside(target.block(r), source.block(r)) for r in range(mesh.size)):
         new = _keep(local, source.block(rank), target.block(rank))
     else:
         new = _exchange(local, source, target, rank, old)
@@ -332,48 +336,29 @@ class _Layout:
 def _keep(local: torch.Tensor, held: tuple[slice, ...], wanted: tuple[slice, ...]) -> torch.Tensor:
     """A new block with what this rank holds of it already."""
     new = local.new_empty([s.stop - s.start for s in wanted])
-    if cut := _overlap(held, wanted):
-        new[_relative(cut, wanted)].copy_(local[_relative(cut, held)])
+    if cut := overlap(held, wanted):
+        new[relative(cut, wanted)].copy_(local[relative(cut, held)])
     return new
 
 
 def _exchange(local: torch.Tensor, source: _Layout, target: _Layout, rank: int, mesh: Mesh) -> torch.Tensor:
     held, wanted = source.block(rank), target.block(rank)
-    out_cuts = [_overlap(held, target.block(r)) if r != rank and source.sends(rank, r) else None
+    out_cuts = [overlap(held, target.block(r)) if r != rank and source.sends(rank, r) else None
                 for r in range(mesh.size)]
-    in_cuts = [_overlap(wanted, source.block(r)) if r != rank and source.sends(r, rank) else None
+    in_cuts = [overlap(wanted, source.block(r)) if r != rank and source.sends(r, rank) else None
                for r in range(mesh.size)]
-    pieces = [local[_relative(cut, held)].reshape(-1) for cut in out_cuts if cut]
+    pieces = [local[relative(cut, held)].reshape(-1) for cut in out_cuts if cut]
     width = local.element_size()
     sent = _bytes(torch.cat(pieces)) if pieces else local.new_empty(0, dtype=torch.uint8)
-    send_sizes, get_sizes = ([_numel(cut) * width for cut in cuts] for cuts in (out_cuts, in_cuts))
+    send_sizes, get_sizes = ([numel(cut) * width for cut in cuts] for cuts in (out_cuts, in_cuts))
     got = sent.new_empty(sum(get_sizes))
     dist.all_to_all_single(got, sent, get_sizes, send_sizes, group=mesh.group(mesh.axis_names))
     new = _keep(local, held, wanted)
     for cut, piece in zip(in_cuts, got.split(get_sizes), strict=True):
         if cut:
-            view = new[_relative(cut, wanted)]
+            view = new[relative(cut, wanted)]
             view.copy_(piece.view(local.dtype).view(view.shape))
     return new
-
-
-def _overlap(a: tuple[slice, ...], b: tuple[slice, ...]) -> tuple[slice, ...] | None:
-    cut = tuple(slice(max(x.start, y.start), min(x.stop, y.stop)) for x, y in zip(a, b, strict=True))
-    return cut if all(s.start < s.stop for s in cut) else None
-
-
-def _inside(a: tuple[slice, ...], b: tuple[slice, ...]) -> bool:
-    return any(x.start >= x.stop for x in a) or all(
-        y.start <= x.start and x.stop <= y.stop for x, y in zip(a, b, strict=True))
-
-
-def _relative(cut: tuple[slice, ...], block: tuple[slice, ...]) -> tuple[slice, ...]:
-    """A cut in global indices as slices of the block that holds it."""
-    return tuple(slice(c.start - b.start, c.stop - b.start) for c, b in zip(cut, block, strict=True))
-
-
-def _numel(cut: tuple[slice, ...] | None) -> int:
-    return 0 if cut is None else math.prod(s.stop - s.start for s in cut)
 
 
 # ---- small things --------------------------------------------------------------------------------------------------

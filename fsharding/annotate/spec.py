@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import functools
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from torch.distributed.tensor.placement_types import (
@@ -22,8 +23,8 @@ from torch.distributed.tensor.placement_types import (
 from .._compat import StridedShard
 from ..errors import ShardingError
 
-__all__ = ["P", "axes_of", "check_sizes", "from_placements", "local_slices", "normalize", "padded_shape", "shard_sizes",
-           "to_placements"]
+__all__ = ["P", "axes_of", "check_sizes", "from_placements", "inside", "local_slices", "normalize", "numel", "overlap",
+           "padded_shape", "relative", "shard_sizes", "to_placements"]
 
 Entry = None | str | tuple[str, ...]
 Dims = tuple[tuple[str, ...], ...]
@@ -168,6 +169,30 @@ def padded_shape(shape: Sequence[int], dims: Dims, mesh_shape: Mapping[str, int]
     return tuple(out)
 
 
+# ---- arithmetic of blocks --------------------------------------------------------------------------------------
+def overlap(a: tuple[slice, ...], b: tuple[slice, ...]) -> tuple[slice, ...] | None:
+    """The part that two blocks share, None if it is empty."""
+    cut = tuple(slice(max(x.start, y.start), min(x.stop, y.stop)) for x, y in zip(a, b, strict=True))
+    return cut if all(s.start < s.stop for s in cut) else None
+
+
+def inside(a: tuple[slice, ...], b: tuple[slice, ...]) -> bool:
+    """Whether block a lies in block b; an empty one lies anywhere."""
+    return any(x.start >= x.stop for x in a) or all(
+        y.start <= x.start and x.stop <= y.stop for x, y in zip(a, b, strict=True))
+
+
+def relative(cut: tuple[slice, ...], block: tuple[slice, ...]) -> tuple[slice, ...]:
+    """A cut in global indices as slices of the block that holds it."""
+    return tuple(slice(c.start - b.start, c.stop - b.start) for c, b in zip(cut, block, strict=True))
+
+
+def numel(cut: tuple[slice, ...] | None) -> int:
+    """The number of elements of a block; 0 for None."""
+    return 0 if cut is None else math.prod(s.stop - s.start for s in cut)
+
+
+# ---- legality and placements ------------------------------------------------------------------------------------
 def check_sizes(shape: Sequence[int], dims: Dims, mesh_shape: Mapping[str, int], model_axes: Sequence[str] = (),
                 where: str = "", even: bool = False) -> None:
     """Refuse what cannot be stored: an indivisible dim over a model axis (with ``even`` over any axis), and an uneven
@@ -230,6 +255,12 @@ def from_placements(placements: Sequence[Placement], axis_names: Sequence[str], 
 
     Raises ShardingError for pending sums and for strides that no tuple of axes explains (they come from views).
     """
+    return _spec(tuple(placements), tuple(axis_names), tuple(mesh_shape[axis] for axis in axis_names), ndim)
+
+
+@functools.lru_cache(maxsize=4096)
+def _spec(placements: tuple[Placement, ...], axis_names: tuple[str, ...], sizes: tuple[int, ...], ndim: int) -> P:
+    mesh_shape = dict(zip(axis_names, sizes, strict=True))
     dims: list[list[str]] = [[] for _ in range(ndim)]
     # From the last mesh axis to the first: all axes that may be major to this one and come later in the mesh are
     # already in place, so its split factor says before which of them it stands.

@@ -10,9 +10,10 @@ import math
 
 import torch
 
-from fsharding.annotate.spec import local_slices, shard_sizes
+from fsharding.annotate.spec import local_slices, padded_shape, shard_sizes
 from fsharding.comm import groups
 from fsharding.oplib import raw_op
+from fsharding.random import draw_block
 
 
 def _ends(sizes):
@@ -74,6 +75,25 @@ unpad_blocks = raw_op(
     lambda x, dim, size, axis_sizes, block: _block_like(x, dim, size).contiguous(),
 )
 """The inverse of ``pad_blocks``; ``dim`` has ``size`` again."""
+
+
+def _draw_shard(key, shape, kind, dtype, dims, mesh):
+    sizes, _ = groups.parse(mesh)
+    where = local_slices(shape, decode_dims(dims), sizes, groups.coordinates(mesh, groups.current_rank()))
+    return draw_block(key, kind, shape, [s.start for s in where], [s.stop - s.start for s in where], dtype)
+
+
+def _fake_draw(key, shape, kind, dtype, dims, mesh):
+    sizes, _ = groups.parse(mesh)
+    return key.new_empty(padded_shape(shape, decode_dims(dims), sizes), dtype=dtype)
+
+
+draw_shard = raw_op(
+    "draw_shard(Tensor key, int[] shape, str kind, ScalarType dtype, str dims, str mesh) -> Tensor",
+    _draw_shard,
+    _fake_draw,
+)
+"""This rank's block of an array of random numbers of global ``shape``; ``dims`` must divide it."""
 
 
 def decode_dims(text: str) -> tuple[tuple[str, ...], ...]:

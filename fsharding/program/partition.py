@@ -24,6 +24,7 @@ from fsharding.program.values import (
     Const,
     Dims,
     GroupSizes,
+    Lazy,
     Pending,
     Permutation,
     Placed,
@@ -35,7 +36,7 @@ from fsharding.program.values import (
 )
 
 A = torch.ops.aten
-VALUES = (Placed, Stored, Viewed, Const, Spread, Pending, GroupSizes, Permutation)
+VALUES = (Placed, Stored, Viewed, Const, Lazy, Spread, Pending, GroupSizes, Permutation)
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,7 @@ class Partition:
             if keep not in value.made:
                 value.made[keep] = value.apply(self.gathered(value.base, keep))
             return value.made[keep]
-        if isinstance(value, Const):
+        if isinstance(value, Const | Lazy):
             return self.relayout(value, ((),) * value.ndim)
         if isinstance(value, Spread):
             return self.relayout(value, value.base.dims)
@@ -244,6 +245,10 @@ class Partition:
         if isinstance(value, Const):
             shape = self.local_shape(value.shape, dims)
             return Placed(self.emit.call(A.full.default, shape, value.value, dtype=value.dtype), value.shape, dims)
+        if isinstance(value, Lazy):
+            if dims not in value.made:
+                value.made[dims] = value.make(dims)
+            return value.made[dims]
         if isinstance(value, Spread):
             base = self.relayout(
                 value.base,
@@ -343,7 +348,7 @@ class Partition:
 
     def align(self, operands: Sequence[tuple[Any, Sequence[Any]]]) -> tuple[list[Placed], dict[Any, tuple[str, ...]]]:
         """Operands cut so that equal labels have equal blocks. Pending sums are added up first."""
-        ready = [(v if isinstance(v, Const | Spread) else self.total(v), labels) for v, labels in operands]
+        ready = [(v if isinstance(v, Const | Lazy | Spread) else self.total(v), labels) for v, labels in operands]
         ready = [(self._spread_total(v), labels) for v, labels in ready]
         found = self.merge(ready)
         return [
@@ -388,7 +393,7 @@ def _mixed_rows(have, want, size):
 
 
 def _dims_of(value) -> Dims:
-    if isinstance(value, Const):
+    if isinstance(value, Const | Lazy):
         return ((),) * value.ndim
     if isinstance(value, Spread):
         return value.base.dims

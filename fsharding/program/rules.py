@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from fsharding.comm import shards
 from fsharding.moe import ops as moe_ops
 from fsharding.program import rules_moe as moe
 from fsharding.program import rules_pointwise as pw
@@ -15,7 +16,8 @@ from fsharding.program import rules_views as views
 from fsharding.program.attention import attention_backward_raw, attention_raw
 from fsharding.program.partition import Partition
 from fsharding.program.trace import like_raw
-from fsharding.program.values import Const, Placed, Spread, Stored, Viewed
+from fsharding.program.values import Const, Lazy, Placed, Spread, Stored, Viewed
+from fsharding.random import draw_raw
 
 A = torch.ops.aten
 
@@ -45,6 +47,19 @@ def constant_like(value_of):
     return rule
 
 
+def draw(p: Partition, node, args, kwargs):
+    """Random numbers by global index: each rank draws its own block, once that is known."""
+    key, shape, kind, dtype = args
+    mesh = p.mesh.alias(())
+
+    def make(dims):
+        p.local_shape(shape, dims)  # refuses what does not divide
+        node = p.emit.call(shards.draw_shard, p.total(key).node, list(shape), kind, dtype, shards.encode_dims(dims), mesh)
+        return Placed(node, tuple(shape), dims)
+
+    return Lazy(make, tuple(shape), dtype)
+
+
 def create(p: Partition, node, args, kwargs):
     """``arange`` and others: small, made whole on every rank."""
     kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory", "layout")}
@@ -64,8 +79,8 @@ def like(p: Partition, node, args, kwargs):
         p.emit.note["phase"] = "backward"
         return p.rest(p.placed(g), x.dims, x.name, p.reduce_dtype)
     if isinstance(x, Placed) and any(x.dims):
-        return p.total(p.relayout(p.total(g) if not isinstance(g, Const | Spread) else g, x.dims))
-    if isinstance(x, Viewed) or isinstance(g, Const | Spread):
+        return p.total(p.relayout(p.total(g) if not isinstance(g, Const | Lazy | Spread) else g, x.dims))
+    if isinstance(x, Viewed) or isinstance(g, Const | Lazy | Spread):
         return g
     return p.total(g)
 
@@ -262,6 +277,7 @@ RULES = {
     A.native_layer_norm.default: layer_norm,
     A.native_layer_norm_backward.default: layer_norm_backward,
     like_raw: like,
+    draw_raw: draw,
     # routed experts
     moe_ops.route: moe.route,
     moe_ops.dispatch_raw: moe.dispatch,
@@ -285,6 +301,10 @@ _POINTWISE = {
 }
 
 
+def _random(p: Partition, node, args, kwargs):
+    p.fail("torch's random numbers depend on the number of ranks. Use `fs.random` inside `shard`")
+
+
 def rule_for(target):
     """The rule that serves an op; ops without one run on values that every rank holds whole, and are refused otherwise."""
     if target in RULES:
@@ -292,4 +312,6 @@ def rule_for(target):
     tags = getattr(target, "tags", ())
     if target in _POINTWISE or torch.Tag.pointwise in tags:
         return pw.pointwise
+    if torch.Tag.nondeterministic_seeded in tags:
+        return _random
     return red.replicated

@@ -7,7 +7,7 @@ import torch.fx as fx
 
 from fsharding.program.emit import dtype_of
 from fsharding.program.partition import VALUES, Partition, same_dims
-from fsharding.program.values import Const, Pending, Placed, Spread, Stored, Viewed
+from fsharding.program.values import Const, Lazy, Pending, Placed, Spread, Stored, Viewed
 
 A = torch.ops.aten
 LINEAR_UNARY = {A.neg.default, A.mul.Scalar, A.div.Scalar, A.positive.default}
@@ -22,6 +22,8 @@ def pointwise(p: Partition, node: fx.Node, args, kwargs):
     operands = [a for a in args if isinstance(a, VALUES)]
     if all(isinstance(a, Const) for a in operands):
         return _fold(p, node, args, kwargs)
+    if all(isinstance(a, Const | Lazy) for a in operands):
+        return _later(p, node, args, kwargs)
     if any(isinstance(a, Stored) for a in operands):
         result = _stored(p, node, args, kwargs)
         if result is not None:
@@ -72,6 +74,23 @@ def _fold(p, node, args, kwargs):
     value = node.target(*one, **kwargs)
     hint = next((a.dims for a in args if isinstance(a, Const) and a.dims and a.shape == p.shape_of_meta()), None)
     return Const(value.reshape(()).item(), p.shape_of_meta(), value.dtype, hint)
+
+
+def _later(p: Partition, node, args, kwargs):
+    """Random numbers alone: the op waits with them until their block is known."""
+
+    def make(dims):
+        def block(x):
+            own = dims[len(dims) - x.ndim :]
+            return p.relayout(x, tuple(axes if n != 1 else () for n, axes in zip(x.shape, own, strict=True)))
+
+        before, p.node = p.node, node
+        try:
+            return _placed(p, node, [block(a) if isinstance(a, Lazy) else a for a in args], kwargs)
+        finally:
+            p.node = before
+
+    return Lazy(make, p.shape_of_meta(), node.meta["val"].dtype)
 
 
 # ---- stored values ----------------------------------------------------------------------------------------------------
@@ -212,12 +231,12 @@ def _parts(x):
 def _placed(p: Partition, node, args, kwargs):
     shape = p.shape_of_meta()
     values = [_effective(p, a) if isinstance(a, VALUES) else a for a in args]
-    bases = [v for v in values if isinstance(v, Placed)]
+    bases = [v for v in values if isinstance(v, Placed | Lazy)]
     labels = [_labels(v.shape, shape) for v in bases]
     found = p.merge(list(zip(bases, labels, strict=True)))
     local = []
     for v in values:
-        if isinstance(v, Placed):
+        if isinstance(v, Placed | Lazy):
             dims = tuple(found.get(n, ()) if n is not None else () for n in _labels(v.shape, shape))
             local.append(p.relayout(v, dims).node)
         else:
@@ -236,11 +255,9 @@ def _placed(p: Partition, node, args, kwargs):
 
 def _effective(p, value):
     """The smallest placed value that broadcasts to the operand, or the constant itself."""
-    if isinstance(value, Const):
+    if isinstance(value, Const | Lazy):
         return value
-    if isinstance(value, Spread):
-        return p.total(value.base)
-    return p.total(value)
+    return p.total(value.base) if isinstance(value, Spread) else p.total(value)
 
 
 def _labels(have, shape):

@@ -8,9 +8,9 @@ import torch
 
 from fsharding.comm import shards
 from fsharding.program.emit import dtype_of
-from fsharding.program.partition import Partition
+from fsharding.program.partition import VALUES, Partition
 from fsharding.program.source import phase_of
-from fsharding.program.values import Const, GroupSizes, Pending, Placed, Stored, Viewed, is_routed
+from fsharding.program.values import Const, GroupSizes, Placed, Stored, is_routed
 
 A = torch.ops.aten
 
@@ -329,11 +329,7 @@ def index_select(p: Partition, node, args, kwargs):
 
 def replicated(p: Partition, node, args, kwargs):
     """Any op, on operands that every rank holds whole."""
-    flat = [
-        a
-        for a in _walk((args, kwargs))
-        if isinstance(a, Placed | Stored | Viewed | Pending | GroupSizes | Const) or hasattr(a, "base")
-    ]
+    flat = [a for a in _walk((args, kwargs)) if isinstance(a, VALUES)]
     values = {id(v): p.total(v) for v in flat}
     if any(p._real(axes) for v in values.values() for axes in v.dims):
         p.refuse(

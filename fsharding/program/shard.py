@@ -5,28 +5,25 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-import hashlib
-import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from fsharding import _torch_trace as compat
 from fsharding import tree as trees
-from fsharding.annotate.mesh import Mesh, agree, mesh_of
+from fsharding.annotate.mesh import Mesh, mesh_of
 from fsharding.annotate.param import ShapeDtype
-from fsharding.annotate.place import device_get, device_put, dims_of, spec_of, wrap_local
-from fsharding.annotate.spec import P, check_sizes, local_slices, normalize, padded_shape
+from fsharding.annotate.place import device_get, device_put, dims_of, spec_of
+from fsharding.annotate.spec import P, check_sizes, normalize
 from fsharding.errors import ShardingError
 from fsharding.moe.all_to_all import DISPATCHERS
-from fsharding.program import explain
+from fsharding.program.call import Call, abstract, argument_names, below_argument, cut_axes, locate
 from fsharding.program.donate import pull_updates_forward, write_back
-from fsharding.program.execute import Runner, aliases, set_device
+from fsharding.program.lowered import Lowered, Program
 from fsharding.program.partition import Experts, Input, LocalProgram, Partition
 from fsharding.program.trace import GlobalProgram, trace
 from fsharding.program.transforms import Precision, check_gradient_scope, with_precision
@@ -137,19 +134,6 @@ def _numbers(value) -> tuple[int, ...]:
     return (value,) if isinstance(value, int) else tuple(value)
 
 
-@dataclass
-class Call:
-    """One call's arguments, flat."""
-
-    paths: list[str]
-    leaves: list[Any]
-    treedef: Any
-    argnums: list[int]  # which positional argument each leaf belongs to, -1 for keywords
-    static: tuple
-    mesh: Mesh
-    dims: list | None = None
-
-
 class Sharded:
     """A function on a mesh; see :func:`shard`. ``lower(*args)`` gives the program without running it."""
 
@@ -195,10 +179,10 @@ class Sharded:
             raise ShardingError(f"static arguments must be hashable: {error}.") from None
         paths, leaves, treedef = trees.flatten_with_paths((list(dynamic.values()), named))
         numbers = list(dynamic)
-        names = _argument_names(self.fn, len(args))
+        names = argument_names(self.fn, len(args))
         labels, argnums = [], []
         for path in paths:
-            number, label = _place(path, numbers, names)
+            number, label = locate(path, numbers, names)
             labels.append(label)
             argnums.append(number)
         return Call(labels, leaves, treedef, argnums, static, self._mesh(leaves, labels))
@@ -266,11 +250,11 @@ class Sharded:
         inputs, fakes = [], []
         rows = zip(call.paths, call.leaves, specs, self._stored(call), strict=True)
         for path, x, spec, at_rest in rows:
-            shape, dtype = _abstract(path, x)
+            shape, dtype = abstract(path, x)
             dims = normalize(spec, len(shape), mesh.axis_names, path)
             if isinstance(x, DTensor):
                 have = dims_of(x)
-                if spec is not None and _cut(mesh, have) != _cut(mesh, dims):
+                if spec is not None and cut_axes(mesh, have) != cut_axes(mesh, dims):
                     raise ShardingError(
                         f"{path} is placed as {spec_of(x)}, but `in_specs` says {spec}. Leave `in_specs` out, or `fs.reshard` it."
                     )
@@ -374,7 +358,7 @@ class Sharded:
 
     def _warn_if_replicated(self, local: LocalProgram, inputs) -> None:
         mesh = local.mesh
-        rows = any(i.kind == "rows" and any(_cut(mesh, i.dims)) for i in inputs)
+        rows = any(i.kind == "rows" and any(cut_axes(mesh, i.dims)) for i in inputs)
         gathers = any(n.meta.get("custom", {}).get("collective") == "all_gather" for n in local.graph.nodes)
         if mesh.size > 1 and not rows and gathers:
             warnings.warn(
@@ -397,194 +381,13 @@ class Sharded:
         with torch.device(device):
             out = fn(*positional, **full[1], **dict(call.static[1]))
         known = {
-            (_tail(p), tuple(x.shape), x.dtype): spec_of(x)
+            (below_argument(p), tuple(x.shape), x.dtype): spec_of(x)
             for p, x, s in zip(call.paths, call.leaves, self._stored(call), strict=True)
             if s and isinstance(x, DTensor)
         }
 
         def place(path, x):
-            spec = known.get((_tail(path), tuple(x.shape), x.dtype)) if isinstance(x, torch.Tensor) else None
+            spec = known.get((below_argument(path), tuple(x.shape), x.dtype)) if isinstance(x, torch.Tensor) else None
             return x if spec is None else device_put(x, call.mesh, spec)
 
         return trees.map_with_path(place, out)
-
-
-def _argument_names(fn, count) -> list[str]:
-    try:
-        names = [
-            p.name
-            for p in inspect.signature(fn).parameters.values()
-            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        ]
-    except (TypeError, ValueError):
-        names = []
-    return [names[i] if i < len(names) else f"args[{i}]" for i in range(count)]
-
-
-def _place(path: str, numbers, names) -> tuple[int, str]:
-    """Which positional argument a flat path lies in, and the path as the user would write it."""
-    head, _, rest = path[1:].partition("]")
-    if head == "0":
-        index, _, tail = rest[1:].partition("]")
-        number = numbers[int(index)]
-        return number, names[number] + tail
-    return -1, rest.removeprefix(".")
-
-
-def _tail(path: str) -> str:
-    cut = min((i for i in (path.find(".", 1), path.find("[", 1)) if i > 0), default=len(path))
-    return path[cut:]
-
-
-def _abstract(path, x) -> tuple[tuple[int, ...], torch.dtype]:
-    if isinstance(x, torch.Tensor | ShapeDtype):
-        return tuple(x.shape), x.dtype
-    if isinstance(x, bool):
-        return (), torch.bool
-    if isinstance(x, int):
-        return (), torch.int64
-    if isinstance(x, float):
-        return (), torch.get_default_dtype()
-    raise ShardingError(
-        f"{path} is a {type(x).__name__}: arguments are tensors, numbers, None and containers of them. Name it in `static_argnums` "
-        "or `static_argnames` if it is a setting, or register its class with optree if it holds tensors."
-    )
-
-
-def _cut(mesh, dims):
-    return tuple(tuple(a for a in axes if mesh.shape[a] > 1) for axes in dims)
-
-
-class Lowered:
-    """A program that was planned but not run: text, collectives, memory and cost, for any mesh, without processes."""
-
-    def __init__(self, program: GlobalProgram, local: LocalProgram, result: dict, donated: list[int], name: str):
-        self.program, self.local, self.result, self.donated, self.name = program, local, result, donated, name
-
-    def as_text(self) -> str:
-        """The local program of a rank, the same on every rank; collectives are marked."""
-        return explain.local_text(self.local)
-
-    def global_text(self) -> str:
-        """The traced single-device program."""
-        return explain.graph_text(self.program.graph.graph, "global program")
-
-    def collectives(self) -> list[explain.Collective]:
-        """All collectives, in order; see :class:`Collective`."""
-        return explain.collectives(self.local)
-
-    def memory_analysis(self) -> dict[str, int]:
-        """Bytes on one rank by category; see ``explain.memory_analysis``."""
-        return explain.memory_analysis(self.local)
-
-    def cost_analysis(self) -> dict[str, float]:
-        """FLOPs of a rank and of the whole, bytes on the wire; see ``explain.cost_analysis``."""
-        return explain.cost_analysis(self.local, self.program.graph.graph)
-
-    def fingerprint(self) -> str:
-        """A hash of the local program's text without source lines: equal on all ranks."""
-        lines = [line.split("  # ")[0] for line in self.as_text().splitlines()]
-        return hashlib.sha1("\n".join([*lines, str(self.local.outputs)]).encode()).hexdigest()
-
-    def compile(self) -> Program:
-        """Make it callable: compares the program over the ranks, creates its process groups.
-
-        Raises:
-            ShardingError: the ranks traced different programs; or the mesh is fake.
-        """
-        mesh = self.local.mesh
-        if mesh.fake and mesh.size > 1:
-            raise ShardingError(
-                "the mesh is fake: its programs can be lowered and read, not run. Make it with `fake=False`."
-            )
-        texts = agree(mesh, "program", f"{self.name} {self.fingerprint()}")
-        if len(texts) > 1:
-            listed = "; ".join(f"{text} on ranks {ranks[:8]}" for text, ranks in texts.items())
-            raise ShardingError(
-                f"the ranks traced different programs for `{self.name}`: {listed}. Call it with the same shapes, dtypes, specs "
-                "and settings on every rank, and do not branch on the rank inside."
-            )
-        return Program(self)
-
-
-class Program:
-    """A compiled program: ``program(*args)`` runs it on arguments of the shapes and specs that it was lowered for."""
-
-    def __init__(self, lowered: Lowered):
-        self.lowered, self.local = lowered, lowered.local
-        mesh = self.local.mesh
-        for alias in aliases(self.local.graph):
-            mesh.register_alias(alias.partition("/")[2].split(","))
-        set_device(self.local.graph, mesh.device)
-        self.runner = Runner(self.local.graph, mesh)
-        coordinates = mesh.coordinates()
-        self._pads = [_pad_of(i, mesh) for i in self.local.inputs]
-        self._own = [
-            _block_shape(shape, dims, mesh, coordinates) if kind == "stored" else None
-            for kind, dims, shape in self.local.outputs
-        ]
-        self._written = [n.target is torch.ops.aten.copy_.default for n in _results(self.local.graph)]
-
-    def __call__(self, *args):
-        _, leaves, _ = trees.flatten_with_paths((list(args), {}))
-        return self.run(leaves)
-
-    def run(self, leaves: Sequence[Any]) -> Any:
-        device = self.local.mesh.device
-        local = []
-        for x, pad in zip(leaves, self._pads, strict=False):
-            x = x._local_tensor if isinstance(x, DTensor) else x
-            if not isinstance(x, torch.Tensor):
-                x = torch.tensor(x, device=device)
-            elif x.device != device:
-                x = x.to(device)
-            local.append(F.pad(x, pad) if pad else x)
-        local += [c if c.device == device else c.to(device) for c in self.lowered.program.constants]
-        out = self.runner(local)
-        if self.lowered.donated:
-            self._retire(leaves, local)
-        return self._wrap(out)
-
-    def _wrap(self, out: list[torch.Tensor]):
-        mesh, result = self.local.mesh, self.lowered.result
-        wrapped = []
-        for x, (kind, dims, shape), own in zip(out, self.local.outputs, self._own, strict=True):
-            if kind == "whole":
-                wrapped.append(x)
-                continue
-            if own is not None and tuple(x.shape) != own:
-                x = x[tuple(slice(0, n) for n in own)].contiguous()
-            wrapped.append(wrap_local(x, mesh, dims, shape))
-        it = iter(wrapped)
-        count = len(wrapped) + len(result["fixed"])
-        leaves = [result["fixed"][i] if i in result["fixed"] else next(it) for i in range(count)]
-        return trees.unflatten(result["treedef"], leaves)
-
-    def _retire(self, leaves, local) -> None:
-        """Donated leaves hold no value any more: a later use fails instead of reading what took their place."""
-        for i in self.lowered.donated:
-            x = leaves[i]
-            if not isinstance(x, torch.Tensor):
-                continue
-            if self._pads[i]:
-                pass  # the padded copy was written, not the leaf's own memory: it is simply dropped
-            x._fsharding_donated = f"`{self.lowered.name}`"
-            if isinstance(x, DTensor):
-                x._local_tensor = torch.empty_like(x._local_tensor, device="meta")
-
-
-def _results(graph) -> list:
-    return list(next(n for n in graph.nodes if n.op == "output").args[0])
-
-
-def _pad_of(spec: Input, mesh: Mesh) -> list[int]:
-    """``F.pad`` widths from this rank's block to the padded block, empty if it is full."""
-    if spec.kind != "stored":
-        return []
-    own = _block_shape(spec.shape, spec.dims, mesh, mesh.coordinates())
-    widths = [(0, b - n) for n, b in zip(own, padded_shape(spec.shape, spec.dims, mesh.shape), strict=True)]
-    return [w for pair in reversed(widths) for w in pair] if any(b for _, b in widths) else []
-
-
-def _block_shape(shape, dims, mesh, coordinates) -> tuple[int, ...]:
-    return tuple(s.stop - s.start for s in local_slices(shape, dims, mesh.shape, coordinates))

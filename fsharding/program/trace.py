@@ -8,6 +8,7 @@ phase. Then the *graph* is functionalised and decomposed to a small core. (Funct
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -78,6 +79,7 @@ _KEEP = """sum mean _softmax _softmax_backward_data _log_softmax _log_softmax_ba
 _IDENTITIES = (A.lift_fresh_copy.default, A.lift_fresh.default, A.alias.default, A.detach.default)
 
 
+@functools.cache
 def _table() -> dict:
     table = dict(core_aten_decompositions())
     table.update(get_decompositions([A.linalg_vector_norm, A.native_group_norm]))
@@ -205,7 +207,6 @@ def _lift_attributes(gm: fx.GraphModule) -> list[torch.Tensor]:
                 found[node.target] = graph.placeholder("const_" + node.target.lstrip("_"))
         node.replace_all_uses_with(found[node.target])
         graph.erase_node(node)
-    gm.recompile()
     return [getattr(gm, name) for name in found]
 
 
@@ -247,5 +248,4 @@ def _mark_updates(gm: fx.GraphModule) -> None:
 def sweep(gm: fx.GraphModule) -> fx.GraphModule:
     """Drop every node that no output needs, except those that write."""
     gm.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or _mutates(node))
-    gm.recompile()
     return gm

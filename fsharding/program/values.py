@@ -74,6 +74,20 @@ class Const:
 
 
 @dataclass(eq=False)
+class Lazy:
+    """Random numbers, or what is made of them alone: ``make(dims)`` writes the block once it is known which is needed."""
+
+    make: Any
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    made: dict[Any, Placed] = field(default_factory=dict)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+
+@dataclass(eq=False)
 class Spread:
     """``base`` (same number of dims, some of size 1) expanded to ``shape``: stays small until it meets a placed value."""
 

@@ -77,7 +77,7 @@ def test_wgrad_gather(op, config, side):
             close(dw[e], want[e], None)
 
 
-@pytest.mark.parametrize("op,config", of("glu"))
+@pytest.mark.parametrize("op,config", of("glu", "glu_only"))
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_glu(op, config, activation):
     r, index = groups(SIZES, ROWS), torch.randint(0, 200, (ROWS,), dtype=torch.int32, device="cuda")

@@ -1,0 +1,71 @@
+"""The arguments of one call: flat leaves with the key paths that a user would write."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fsharding.annotate.mesh import Mesh
+from fsharding.annotate.param import ShapeDtype
+from fsharding.errors import ShardingError
+
+
+@dataclass
+class Call:
+    """One call's arguments, flat."""
+
+    paths: list[str]
+    leaves: list[Any]
+    treedef: Any
+    argnums: list[int]  # which positional argument each leaf belongs to, -1 for keywords
+    static: tuple
+    mesh: Mesh
+
+
+def argument_names(fn, count) -> list[str]:
+    try:
+        names = [
+            p.name
+            for p in inspect.signature(fn).parameters.values()
+            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
+    except (TypeError, ValueError):
+        names = []
+    return [names[i] if i < len(names) else f"args[{i}]" for i in range(count)]
+
+
+def locate(path: str, numbers, names) -> tuple[int, str]:
+    """Which positional argument a flat path lies in, and the path as the user would write it."""
+    head, _, rest = path[1:].partition("]")
+    if head == "0":
+        index, _, tail = rest[1:].partition("]")
+        number = numbers[int(index)]
+        return number, names[number] + tail
+    return -1, rest.removeprefix(".")
+
+
+def below_argument(path: str) -> str:
+    cut = min((i for i in (path.find(".", 1), path.find("[", 1)) if i > 0), default=len(path))
+    return path[cut:]
+
+
+def abstract(path, x) -> tuple[tuple[int, ...], torch.dtype]:
+    if isinstance(x, torch.Tensor | ShapeDtype):
+        return tuple(x.shape), x.dtype
+    if isinstance(x, bool):
+        return (), torch.bool
+    if isinstance(x, int):
+        return (), torch.int64
+    if isinstance(x, float):
+        return (), torch.get_default_dtype()
+    raise ShardingError(
+        f"{path} is a {type(x).__name__}: arguments are tensors, numbers, None and containers of them. Name it in `static_argnums` "
+        "or `static_argnames` if it is a setting, or register its class with optree if it holds tensors."
+    )
+
+
+def cut_axes(mesh, dims):
+    return tuple(tuple(a for a in axes if mesh.shape[a] > 1) for axes in dims)

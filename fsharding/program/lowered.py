@@ -1,0 +1,156 @@
+"""A planned program (``Lowered``) and one that runs (``Program``)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+
+from fsharding import tree as trees
+from fsharding.annotate.mesh import Mesh, agree
+from fsharding.annotate.place import wrap_local
+from fsharding.annotate.spec import local_slices, padded_shape
+from fsharding.errors import ShardingError
+from fsharding.program import explain
+from fsharding.program.execute import Runner, aliases, set_device
+from fsharding.program.partition import Input, LocalProgram
+from fsharding.program.trace import GlobalProgram
+
+
+class Lowered:
+    """A program that was planned but not run: text, collectives, memory and cost, for any mesh, without processes."""
+
+    def __init__(self, program: GlobalProgram, local: LocalProgram, result: dict, donated: list[int], name: str):
+        self.program, self.local, self.result, self.donated, self.name = program, local, result, donated, name
+
+    def as_text(self) -> str:
+        """The local program of a rank, the same on every rank; collectives are marked."""
+        return explain.local_text(self.local)
+
+    def global_text(self) -> str:
+        """The traced single-device program."""
+        return explain.graph_text(self.program.graph.graph, "global program")
+
+    def collectives(self) -> list[explain.Collective]:
+        """All collectives, in order; see :class:`Collective`."""
+        return explain.collectives(self.local)
+
+    def memory_analysis(self) -> dict[str, int]:
+        """Bytes on one rank by category; see ``explain.memory_analysis``."""
+        return explain.memory_analysis(self.local)
+
+    def cost_analysis(self) -> dict[str, float]:
+        """FLOPs of a rank and of the whole, bytes on the wire; see ``explain.cost_analysis``."""
+        return explain.cost_analysis(self.local, self.program.graph.graph)
+
+    def fingerprint(self) -> str:
+        """A hash of the local program's text without source lines: equal on all ranks."""
+        lines = [line.split("  # ")[0] for line in self.as_text().splitlines()]
+        return hashlib.sha1("\n".join([*lines, str(self.local.outputs)]).encode()).hexdigest()
+
+    def compile(self) -> Program:
+        """Make it callable: compares the program over the ranks, creates its process groups.
+
+        Raises:
+            ShardingError: the ranks traced different programs; or the mesh is fake.
+        """
+        mesh = self.local.mesh
+        if mesh.fake and mesh.size > 1:
+            raise ShardingError(
+                "the mesh is fake: its programs can be lowered and read, not run. Make it with `fake=False`."
+            )
+        texts = agree(mesh, "program", f"{self.name} {self.fingerprint()}")
+        if len(texts) > 1:
+            listed = "; ".join(f"{text} on ranks {ranks[:8]}" for text, ranks in texts.items())
+            raise ShardingError(
+                f"the ranks traced different programs for `{self.name}`: {listed}. Call it with the same shapes, dtypes, specs "
+                "and settings on every rank, and do not branch on the rank inside."
+            )
+        return Program(self)
+
+
+class Program:
+    """A compiled program: ``program(*args)`` runs it on arguments of the shapes and specs that it was lowered for."""
+
+    def __init__(self, lowered: Lowered):
+        self.lowered, self.local = lowered, lowered.local
+        mesh = self.local.mesh
+        for alias in aliases(self.local.graph):
+            mesh.register_alias(alias.partition("/")[2].split(","))
+        set_device(self.local.graph, mesh.device)
+        self.runner = Runner(self.local.graph, mesh)
+        coordinates = mesh.coordinates()
+        self._pads = [_pad_of(i, mesh) for i in self.local.inputs]
+        self._own = [
+            _block_shape(shape, dims, mesh, coordinates) if kind == "stored" else None
+            for kind, dims, shape in self.local.outputs
+        ]
+        self._written = [n.target is torch.ops.aten.copy_.default for n in _results(self.local.graph)]
+
+    def __call__(self, *args):
+        _, leaves, _ = trees.flatten_with_paths((list(args), {}))
+        return self.run(leaves)
+
+    def run(self, leaves: Sequence[Any]) -> Any:
+        device = self.local.mesh.device
+        local = []
+        for x, pad in zip(leaves, self._pads, strict=False):
+            x = x._local_tensor if isinstance(x, DTensor) else x
+            if not isinstance(x, torch.Tensor):
+                x = torch.tensor(x, device=device)
+            elif x.device != device:
+                x = x.to(device)
+            local.append(F.pad(x, pad) if pad else x)
+        local += [c if c.device == device else c.to(device) for c in self.lowered.program.constants]
+        out = self.runner(local)
+        if self.lowered.donated:
+            self._retire(leaves, local)
+        return self._wrap(out)
+
+    def _wrap(self, out: list[torch.Tensor]):
+        mesh, result = self.local.mesh, self.lowered.result
+        wrapped = []
+        for x, (kind, dims, shape), own in zip(out, self.local.outputs, self._own, strict=True):
+            if kind == "whole":
+                wrapped.append(x)
+                continue
+            if own is not None and tuple(x.shape) != own:
+                x = x[tuple(slice(0, n) for n in own)].contiguous()
+            wrapped.append(wrap_local(x, mesh, dims, shape))
+        it = iter(wrapped)
+        count = len(wrapped) + len(result["fixed"])
+        leaves = [result["fixed"][i] if i in result["fixed"] else next(it) for i in range(count)]
+        return trees.unflatten(result["treedef"], leaves)
+
+    def _retire(self, leaves, local) -> None:
+        """Donated leaves hold no value any more: a later use fails instead of reading what took their place."""
+        for i in self.lowered.donated:
+            x = leaves[i]
+            if not isinstance(x, torch.Tensor):
+                continue
+            if self._pads[i]:
+                pass  # the padded copy was written, not the leaf's own memory: it is simply dropped
+            x._fsharding_donated = f"`{self.lowered.name}`"
+            if isinstance(x, DTensor):
+                x._local_tensor = torch.empty_like(x._local_tensor, device="meta")
+
+
+def _results(graph) -> list:
+    return list(next(n for n in graph.nodes if n.op == "output").args[0])
+
+
+def _pad_of(spec: Input, mesh: Mesh) -> list[int]:
+    """``F.pad`` widths from this rank's block to the padded block, empty if it is full."""
+    if spec.kind != "stored":
+        return []
+    own = _block_shape(spec.shape, spec.dims, mesh, mesh.coordinates())
+    widths = [(0, b - n) for n, b in zip(own, padded_shape(spec.shape, spec.dims, mesh.shape), strict=True)]
+    return [w for pair in reversed(widths) for w in pair] if any(b for _, b in widths) else []
+
+
+def _block_shape(shape, dims, mesh, coordinates) -> tuple[int, ...]:
+    return tuple(s.stop - s.start for s in local_slices(shape, dims, mesh.shape, coordinates))
