@@ -80,14 +80,14 @@ def logits(p, x):
     return (h * p["gain"]) @ p["head"], balance
 
 
-def loss(p, b):
-    z, balance = logits(p, b["x"])
+def loss(params, b):
+    z, balance = logits(params, b["x"])
     return F.cross_entropy(z.reshape(-1, V), b["y"].reshape(-1)) + 0.01 * balance
 
 
-def summed_loss(p, b):
+def summed_loss(params, b):
     """For ``fs.accumulate``: the sum over valid tokens, and their number."""
-    z, _ = logits(p, b["x"])
+    z, _ = logits(params, b["x"])
     y = b["y"].reshape(-1)
     return F.cross_entropy(z.reshape(-1, V), y, reduction="sum"), (y != -100).sum()
 

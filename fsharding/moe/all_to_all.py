@@ -36,9 +36,9 @@ class AllToAll:
         note, emit.note = emit.note, {**emit.note, "collective": "all_to_all", "axes": (self.axis,)}
         received = emit.call(x.exchange_counts, state.counts, alias)
         emit.note = note
-        sizes = emit.call(x.host_sizes, state.counts, received)
+        splits = torch.empty(2, emit.mesh.shape[self.axis], dtype=torch.int64, device="meta")
+        sizes = emit.add(x.host_sizes, (state.counts, received), {}, (splits, state.rows))  # balanced: as many as it sends
         splits, rows = emit.items(sizes)
-        emit.row_hints[str(rows.meta["val"])] = state.rows
         order, inverse, local = emit.items(emit.call(x.expert_order, received, rows))
         state.extra = dict(splits=splits, order=order, inverse=inverse, alias=alias, sent=state.rows)
         state.rows, state.sizes, state.expert_axes = rows, local, (self.axis,)

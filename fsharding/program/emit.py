@@ -1,7 +1,8 @@
-"""Writes the local program: each call adds one node and computes the shape of its result on fake tensors.
+"""Writes the local program: each call adds one node and computes the shape of its result on meta tensors.
 
 No tracer is involved, so that a program for 4,096 ranks costs what one for 8 costs, and its text holds nothing of the rank
-that wrote it.
+that wrote it. The number of routed rows is known at run time only: shapes here show what balanced routing gives, and
+whatever takes a number of rows as an argument takes the node that carries it.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from fsharding import _torch_trace as compat
 from fsharding.annotate.mesh import Mesh
 
 A = torch.ops.aten
 C = torch.ops._c10d_functional
+FACTORIES = {
+    A.full.default, A.arange.default, A.arange.start, A.arange.start_step, A.linspace.default, A.eye.default, A.eye.m,
+}  # fmt: skip
 
 
 class Emitter:
@@ -28,23 +31,25 @@ class Emitter:
 
     def __init__(self, mesh: Mesh):
         self.mesh, self.graph, self.note = mesh, fx.Graph(), {}
-        self.fakes = compat.new_fake_mode(symbolic=True)
-        self.row_hints: dict[str, int] = {}
         self._items: dict[tuple[fx.Node, int], fx.Node] = {}
 
     def input(self, name: str, shape, dtype) -> fx.Node:
         node = self.graph.placeholder(name)
-        with self.fakes:
-            node.meta["val"] = torch.empty(tuple(shape), dtype=dtype)
+        node.meta["val"] = torch.empty(tuple(shape), dtype=dtype, device="meta")
         return node
 
     def call(self, target, *args, **kwargs) -> fx.Node:
         """Add ``target(*args, **kwargs)``; arguments may hold nodes at any depth."""
+        values, named = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
+        if target in FACTORIES:
+            named = {**named, "device": "meta"}
+        with torch.no_grad():
+            return self.add(target, args, kwargs, target(*values, **named))
+
+    def add(self, target, args, kwargs, value) -> fx.Node:
+        """Add a node whose result is known to look like ``value``."""
         node = self.graph.call_function(target, args, kwargs)
-        values = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
-        with self.fakes, torch.no_grad():
-            node.meta["val"] = target(*values[0], **values[1])
-        node.meta["custom"] = dict(self.note)
+        node.meta["val"], node.meta["custom"] = value, dict(self.note)
         return node
 
     def item(self, node: fx.Node, index: int) -> fx.Node:

@@ -13,25 +13,16 @@ from fsharding import _compat
 from fsharding.annotate.mesh import Mesh
 from fsharding.comm import groups
 from fsharding.errors import ShardingError
+from fsharding.program.emit import FACTORIES
 from fsharding.program.source import line_of
 
-A = torch.ops.aten
-_FACTORIES = (
-    A.full.default,
-    A.arange.default,
-    A.arange.start,
-    A.arange.start_step,
-    A.linspace.default,
-    A.eye.default,
-    A.eye.m,
-)
 _FAULT = "fsharding/fault"
 
 
 def set_device(graph: fx.Graph, device: torch.device) -> None:
     """Make the factories of a program, which was lowered on CPU fakes, create on ``device``."""
     for node in graph.nodes:
-        if node.target in _FACTORIES or (node.op == "call_function" and "device" in node.kwargs):
+        if node.target in FACTORIES or (node.op == "call_function" and "device" in node.kwargs):
             node.kwargs = {**node.kwargs, "device": device}
 
 

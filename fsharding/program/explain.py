@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import operator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.fx as fx
@@ -59,7 +58,7 @@ def collectives(program: LocalProgram) -> list[Collective]:
         note = node.meta.get("custom", {})
         if "collective" in note:
             tensors = [node.meta["val"], *(a.meta["val"] for a in node.all_input_nodes)]
-            sizes = [num_bytes(t, program.row_hints) for t in tensors if isinstance(t, torch.Tensor)]
+            sizes = [num_bytes(t) for t in tensors if isinstance(t, torch.Tensor)]
             found.append(
                 Collective(
                     note["collective"],
@@ -74,23 +73,18 @@ def collectives(program: LocalProgram) -> list[Collective]:
     return found
 
 
-def size_of(size: Any, hints: dict[str, int]) -> int:
-    """A dim's size; for routed rows what balanced routing gives."""
-    return size if isinstance(size, int) else hints.get(str(size), 0)
-
-
-def num_bytes(x: torch.Tensor, hints: dict[str, int]) -> int:
-    return math.prod(size_of(n, hints) for n in x.shape) * x.dtype.itemsize
+def num_bytes(x: torch.Tensor) -> int:
+    return x.numel() * x.dtype.itemsize
 
 
 # ---- text -------------------------------------------------------------------------------------------------------------
-def _tensor_text(val, hints=None) -> str:
+def _tensor_text(val) -> str:
     if isinstance(val, torch.Tensor):
         name = str(val.dtype).removeprefix("torch.")
         return f"{_SHORT.get(name, name)}[{', '.join(str(n) for n in val.shape)}]"
     if isinstance(val, tuple | list):
         return f"({', '.join(_tensor_text(v) for v in val)})"
-    return "int" if isinstance(val, int | torch.SymInt) else type(val).__name__
+    return "int" if isinstance(val, int) else type(val).__name__
 
 
 def _op_text(target) -> str:
@@ -157,7 +151,8 @@ def local_text(program: LocalProgram) -> str:
         for n, i in zip(holders, program.inputs, strict=True)
     }
     axes = ", ".join(f"{a}={n}" for a, n in program.mesh.shape.items())
-    return graph_text(program.graph, f"local program of one rank on the mesh ({axes})", specs)
+    header = f"local program of one rank on the mesh ({axes}); routed rows are shown as balanced routing would have them"
+    return graph_text(program.graph, header, specs)
 
 
 def _even(spec, mesh):
@@ -175,35 +170,49 @@ def memory_analysis(program: LocalProgram) -> dict[str, int]:
         ``gradients`` and ``temporaries`` (each one's own peak), and ``peak``, the peak of all together, arguments included.
         Workspace inside kernels is not counted; routed rows count as under balanced routing.
     """
-    nodes = list(program.graph.nodes)
-    last = {used: i for i, n in enumerate(nodes) for used in n.all_input_nodes}
+    peaks = {"total": 0}
+    for _, now in _liveness(program):
+        peaks["total"] = max(peaks["total"], sum(now.values()))
+        for kind, size in now.items():
+            peaks[kind] = max(peaks.get(kind, 0), size)
+    peak = peaks.pop("total")
+    outputs = sum(_new_bytes(n) for n in _bases(program)[1] if n.op != "placeholder")
+    return {"arguments": peaks.pop("arguments"), "outputs": outputs, **peaks, "peak": peak}
+
+
+def peak_of_phase(program: LocalProgram, phase: str) -> int:
+    """The most bytes alive while nodes of one phase run, arguments included."""
+    return max((sum(now.values()) for node, now in _liveness(program) if node.op == "call_function" and phase_of(node) == phase), default=0)
+
+
+def _bases(program: LocalProgram):
+    """Per node the node whose memory it shows; and those that the outputs show."""
     owner: dict[fx.Node, fx.Node] = {}
-    live: dict[fx.Node, tuple[str, int]] = {}
+    for node in program.graph.nodes:
+        owner[node] = _base(node, owner)
+    output = next(iter(reversed(list(program.graph.nodes))))
+    return owner, {owner[n] for n in output.all_input_nodes}
+
+
+def _liveness(program: LocalProgram):
+    """After each node: bytes alive by category, each value freed after its last use."""
+    owner, _ = _bases(program)
+    nodes = list(program.graph.nodes)
     expiry: dict[fx.Node, int] = {}
-    now = dict.fromkeys(("arguments", "gathered", "gradients", "temporaries"), 0)
-    peak, peaks = 0, dict(now)
     for i, node in enumerate(nodes):
-        kind, size = _category(node), _new_bytes(node, program.row_hints)
-        base = _base(node, owner)
-        owner[node] = base
-        expiry[base] = max(expiry.get(base, -1), last.get(node, i))
-        if base is node and size:
-            live[node] = (kind, size)
-            now[kind] += size
-        total = sum(now.values())
-        peak = max(peak, total)
-        peaks = {k: max(peaks[k], v) for k, v in now.items()}
-        for held in [n for n in live if expiry[n] <= i and n.op != "placeholder"]:
-            kind, size = live.pop(held)
-            now[kind] -= size
-    results = {owner[n] for n in nodes[-1].all_input_nodes}
-    outputs = sum(_new_bytes(n, program.row_hints) for n in results if n.op != "placeholder")
-    return {
-        "arguments": peaks["arguments"],
-        "outputs": outputs,
-        **{k: v for k, v in peaks.items() if k != "arguments"},
-        "peak": peak,
-    }
+        for used in (node, *node.all_input_nodes):
+            expiry[owner[used]] = i
+    ends: dict[int, list[fx.Node]] = {}
+    for node, i in expiry.items():
+        ends.setdefault(i, []).append(node)
+    now = dict.fromkeys(("arguments", "gathered", "gradients", "temporaries"), 0)
+    for i, node in enumerate(nodes):
+        if owner[node] is node:
+            now[_category(node)] += _new_bytes(node)
+        yield node, now
+        for done in ends.get(i, ()):
+            if done.op != "placeholder":
+                now[_category(done)] -= _new_bytes(done)
 
 
 def _base(node: fx.Node, owner: dict) -> fx.Node:
@@ -216,12 +225,12 @@ def _base(node: fx.Node, owner: dict) -> fx.Node:
     return node
 
 
-def _new_bytes(node: fx.Node, hints) -> int:
+def _new_bytes(node: fx.Node) -> int:
     if node.op == "output":
         return 0
     val = node.meta.get("val")
     values = val if isinstance(val, tuple | list) else [val]
-    return sum(num_bytes(v, hints) for v in values if isinstance(v, torch.Tensor))
+    return sum(num_bytes(v) for v in values if isinstance(v, torch.Tensor))
 
 
 def _category(node: fx.Node) -> str:
@@ -234,14 +243,14 @@ def _category(node: fx.Node) -> str:
 
 
 # ---- cost -------------------------------------------------------------------------------------------------------------
-def flops(graph: fx.Graph, hints: dict[str, int] | None = None) -> int:
+def flops(graph: fx.Graph) -> int:
     """Floating-point operations of matrix products and attention (2 per multiply-add); elementwise work is not counted."""
-    return sum(_node_flops(n, hints or {}) for n in graph.nodes)
+    return sum(_node_flops(n) for n in graph.nodes)
 
 
-def _node_flops(node: fx.Node, hints) -> int:
+def _node_flops(node: fx.Node) -> int:
     def shape(i):
-        return [size_of(n, hints) for n in node.args[i].meta["val"].shape]
+        return list(node.args[i].meta["val"].shape)
 
     if node.target in (A.mm.default, A.bmm.default):
         return 2 * math.prod(shape(0)) * shape(1)[-1]
@@ -265,7 +274,7 @@ def _node_flops(node: fx.Node, hints) -> int:
 def cost_analysis(program: LocalProgram, global_graph: fx.Graph) -> dict[str, float]:
     """``flops`` of one rank, ``global_flops`` of the whole program, ``parallel_efficiency`` = global / (ranks · local),
     and ``comm_bytes`` per kind of collective."""
-    local, whole = flops(program.graph, program.row_hints), flops(global_graph)
+    local, whole = flops(program.graph), flops(global_graph)
     out: dict[str, float] = {"flops": local, "global_flops": whole}
     out["parallel_efficiency"] = whole / (local * program.mesh.size) if local else 1.0
     for c in collectives(program):

@@ -72,7 +72,6 @@ class LocalProgram:
     outputs: list[tuple[str, Dims, tuple[int, ...]]]
     mesh: Mesh
     nodes: list[fx.Node]  # output nodes, in order
-    row_hints: dict[str, int]  # symbolic row counts -> what balanced routing gives
 
 
 class Partition:
@@ -128,7 +127,7 @@ class Partition:
             nodes.append(node)
             outputs.append((kind, dims, shape))
         self.emit.graph.output(nodes)
-        return LocalProgram(self.emit.graph, list(inputs), outputs, self.mesh, nodes, self.emit.row_hints)
+        return LocalProgram(self.emit.graph, list(inputs), outputs, self.mesh, nodes)
 
     def _output(self, value, want: Dims | None):
         if isinstance(value, Stored):

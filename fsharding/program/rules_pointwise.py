@@ -24,6 +24,10 @@ def pointwise(p: Partition, node: fx.Node, args, kwargs):
         return _fold(p, node, args, kwargs)
     if all(isinstance(a, Const | Lazy) for a in operands):
         return _later(p, node, args, kwargs)
+    if node.target in SUMS and any(_pends(a) for a in operands):
+        result = _linear(p, node, args, kwargs)
+        if result is not None:
+            return result
     if any(isinstance(a, Stored) for a in operands):
         result = _stored(p, node, args, kwargs)
         if result is not None:
@@ -219,7 +223,13 @@ def _pending(p, a, b):
     return Pending(merged, a.shape)
 
 
+def _pends(x) -> bool:
+    return isinstance(x, Pending) or (isinstance(x, Placed) and bool(x.partial))
+
+
 def _parts(x):
+    if isinstance(x, Stored) and not x.shape:
+        return {frozenset(): x.node}
     if isinstance(x, Pending):
         return x.parts
     if isinstance(x, Placed) and x.whole and not x.shape:

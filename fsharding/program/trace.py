@@ -176,6 +176,8 @@ class _readable:
                 f"({name}: {str(error).splitlines()[0]}). A sharded function is traced once: use `torch.where`, a fixed "
                 "size, or compute this before the call."
             ) from error
+        if (line := error_line(error)) is not None:
+            error.add_note(f"while `fs.shard` traced the function, at {line}")
         return False
 
 

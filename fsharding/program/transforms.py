@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import fnmatch
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -97,6 +98,7 @@ def with_precision(fn: Callable, precision: Precision | None, stored: Sequence[i
     if precision is None:
         return fn
 
+    @functools.wraps(fn)
     def run(*args, **kwargs):
         with precision_scope(precision) as scope:
             out = fn(*args, **kwargs)
@@ -137,6 +139,7 @@ def value_and_grad(fn: Callable, argnums: int | Sequence[int] = 0, has_aux: bool
     single = isinstance(argnums, int)
     numbers = (argnums,) if single else tuple(argnums)
 
+    @functools.wraps(fn)
     def wrapped(*args, **kwargs):
         for n in numbers:
             if not -len(args) <= n < len(args):
@@ -175,6 +178,7 @@ def grad(fn: Callable, argnums: int | Sequence[int] = 0, has_aux: bool = False) 
         return lifted(lambda f: grad(f, argnums, has_aux))
     both = value_and_grad(fn, argnums, has_aux)
 
+    @functools.wraps(fn)
     def wrapped(*args, **kwargs):
         value, grads = both(*args, **kwargs)
         return (grads, value[1]) if has_aux else grads
@@ -284,6 +288,7 @@ def accumulate(fn: Callable, n: int = 1) -> Callable:
         return lifted(lambda f: accumulate(f, n))
     both = value_and_grad(fn, has_aux=True)
 
+    @functools.wraps(fn)
     def run(params, *batch):
         total = weight = grads = None
         for part in microbatches(batch, n):
