@@ -57,10 +57,19 @@ def parse(argv=None) -> argparse.Namespace:
     p.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--ranks", type=int, help="processes to start (default: one for each GPU, else 4)")
     args = p.parse_args(argv)
-    if args.ranks is None:
-        args.ranks = int(os.environ.get("WORLD_SIZE", torch.cuda.device_count() if args.device == "cuda" else 4))
-    free = ("layout", "mesh", "precision", "device", "ranks")  # they change where the step happens, not what it learns
+    if "WORLD_SIZE" in os.environ:  # under a launcher, which decides
+        args.ranks = int(os.environ["WORLD_SIZE"])
+    elif args.ranks is None:
+        args.ranks = torch.cuda.device_count() if args.device == "cuda" else 4
+    if args.batch % (args.ranks * args.micro_batches):
+        p.error(f"--batch {args.batch} must be divisible by ranks x micro-batches = {args.ranks * args.micro_batches}")
+    # layout, mesh, ... change where the step happens, not what it learns
+    free = ("layout", "mesh", "precision", "device", "ranks")
     args.default_sizes = all(v == p.get_default(name) for name, v in vars(args).items() if name not in free)
+    try:
+        args.axes = mesh_axes(args)
+    except ValueError:
+        p.error(f"--mesh {args.mesh} must read as efsdp=2,ep=2")
     return args
 
 
@@ -134,7 +143,7 @@ class Trainer:
 
     def __init__(self, args):
         self.args, self.cfg = args, model_config(args)
-        self.mesh = fs.make_mesh(mesh_axes(args), device=args.device)
+        self.mesh = fs.make_mesh(args.axes, device=args.device)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.console = Console(quiet=self.rank != 0, soft_wrap=True)
         self.train_text, self.held_text = text_data.standard_library()
@@ -199,8 +208,10 @@ class Trainer:
 
     def held_out(self, sequences=256):
         """Loss on held-out text, and what byte pairs achieve on the same bytes."""
-        length, rows = self.args.seq, self.args.batch
-        count = min(sequences, (len(self.held_text) - 1) // length) // rows * rows
+        length, ranks = self.args.seq, self.mesh.size
+        most = min(sequences, (len(self.held_text) - 1) // length)
+        rows = ranks * max(1, min(8, most // ranks))
+        count = max(1, most // rows) * rows
         total = weight = 0.0
         for i in range(0, count, rows):
             starts = torch.arange(i, i + rows) * length

@@ -33,43 +33,56 @@ def forward_launch(x, w_in, w_out, weights, offsets, perm, inverse, rows, blocks
     return combine_launch(y, weights, inverse), h
 
 
+BESIDE = frozenset({"g", "x", "sum"})  # what moves beside a product: the rows of g, the rows of x, the gather-sum
+
+
 def backward_launch(
-    g, x, w_in, w_out, weights, h, offsets, perm, inverse, rows, blocks, order, activation, needs
+    g, x, w_in, w_out, weights, h, offsets, perm, inverse, rows, blocks, order, activation, needs, *, beside=BESIDE
 ):  # fmt: skip
     """Gradients of (x, w_in, w_out, weights), empty where not needed.
 
-    The copies of g's and x's rows, which only the weight gradients want, are made beside the product with w_out; the
-    gather-sum of x's gradient runs beside the gradient of w_in.
+    The weight gradients want copies of the rows of g and x. They are made beside the product with w_out (or before it,
+    which then reads the copy); the gather-sum of x's gradient runs beside the gradient of w_in.
     """
-    count, none = rows.shape[0], x.new_empty(0)
-    dx = dw_in = dw_out = dweights = none
-    copy = copies(g, w_out, count)
-    g_rows = g.new_empty((count, g.shape[1])) if copy and needs[2] else None
-    x_rows = x.new_empty((count, x.shape[1])) if copy and needs[1] else None
-    beside, tickets = Beside(g.device) if copy and (needs[1] or needs[2]) else None, {}
+    copy, none = copies(g, w_out, rows.shape[0]), x.new_empty(0)
+    wanted = {"g": needs[2], "x": needs[1]} if copy else {"g": False, "x": False}
+    moved = {"g": rows_like(g, rows) if wanted["g"] else None, "x": rows_like(x, rows) if wanted["x"] else None}
+    early = copy and needs[2] and "g" not in beside
+    source, index = (gather_launch(g, rows, out=moved["g"]), None) if early else (g, rows)
+    late = {name: (g if name == "g" else x, out) for name, out in moved.items() if out is not None and name in beside}
+    lane = Beside(g.device) if late else None
     dh, a, dscale = glu_backward_launch(
-        g, w_out, h, row_weights(weights, perm), offsets, blocks, rows, activation
+        source, w_out, h, row_weights(weights, perm), offsets, blocks, index, activation
     )  # fmt: skip
-    for name, source, target in (("g", g, g_rows), ("x", x, x_rows)):
-        if target is not None:
-            tickets[name] = beside.run(gather_launch, source, rows, out=target, beside=True)
+    tickets = {name: lane.run(gather_launch, x, rows, out=out, beside=True) for name, (x, out) in late.items()}
+    dx = dw_in = dw_out = dweights = none
     if needs[2]:
-        if copy:
-            beside.join(tickets["g"])
-        dw_out = wgrad_launch(a, g_rows if copy else g, offsets, order, None, None if copy else rows)
-    del a, g_rows
+        if "g" in late:
+            lane.join(tickets["g"])
+        dw_out = wgrad_launch(a, moved["g"] if copy else g, offsets, order, None, None if copy else rows)
+    del a, source
+    moved["g"] = None
     if needs[0]:
         by_row, dx = rows_launch(dh, w_in, offsets, blocks, transposed=True), torch.empty_like(x)
-    after = Beside(g.device) if needs[0] else None
+        after = Beside(g.device) if needs[1] and "sum" in beside else None
     if needs[1]:
-        if copy:
-            beside.join(tickets["x"])
-        dw_in = wgrad_launch(x_rows if copy else x, dh, offsets, order, None if copy else rows, None)
-    if needs[0]:
-        after.join(after.run(combine_launch, by_row, None, inverse, out=dx, beside=needs[1]))
+        if "x" in late:
+            lane.join(tickets["x"])
+        elif copy:
+            gather_launch(x, rows, out=moved["x"])
+        dw_in = wgrad_launch(moved["x"] if copy else x, dh, offsets, order, None if copy else rows, None)
+    if needs[0] and after is not None:
+        after.join(after.run(combine_launch, by_row, None, inverse, out=dx, beside=True))
+    elif needs[0]:
+        combine_launch(by_row, None, inverse, out=dx)
     if needs[3]:
         dweights = slot_values(dscale, inverse, weights)
     return dx, dw_in, dw_out, dweights
+
+
+def rows_like(x, rows):
+    """An empty buffer for x[rows]."""
+    return x.new_empty((rows.shape[0], x.shape[1]))
 
 
 def row_weights(weights, perm):
@@ -139,7 +152,9 @@ class ExpertMlp(torch.autograd.Function):
     vmap = refuse_vmap("expert_mlp")
 
     @staticmethod
-    def forward(x, w_in, w_out, weights, activation, *routing):
+    def forward(x, w_in, w_out, weights, activation, offsets, perm, inverse, rows, blocks, order):
+        # spelled out: torch.compile tells a context argument from the number of parameters
+        routing = offsets, perm, inverse, rows, blocks, order
         return expert_mlp_op(x, w_in, w_out, weights, *routing, activation, True)
 
     @staticmethod
@@ -167,7 +182,8 @@ class ExpertMlpBackward(torch.autograd.Function):
     vmap = refuse_vmap("expert_mlp")
 
     @staticmethod
-    def forward(g, x, w_in, w_out, weights, h, activation, needs, *routing):
+    def forward(g, x, w_in, w_out, weights, h, activation, needs, offsets, perm, inverse, rows, blocks, order):
+        routing = offsets, perm, inverse, rows, blocks, order
         grads = expert_mlp_backward_op(g, x, w_in, w_out, weights, h, *routing, activation, needs)
         return tuple(grad for grad, need in zip(grads, needs, strict=True) if need)
 

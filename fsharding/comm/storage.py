@@ -42,6 +42,8 @@ def gather(emit, x: fx.Node, shape, local: Dims) -> fx.Node:
         return x
     block = tuple(x.meta["val"].shape)
     y = emit.all_gather(x, axes)
+    if per_dim[0] == axes and y.meta["val"].shape[0] == shape[0]:
+        return y
     y = emit.reshape(y, [mesh.shape[a] for a in axes] + list(block))
     order = []
     for dim, own in enumerate(per_dim):
@@ -61,6 +63,8 @@ def reduce_scatter(emit, x: fx.Node, shape, local: Dims) -> fx.Node:
     axes, per_dim = _plan(mesh, local)
     if not axes:
         return x
+    if per_dim[0] == axes and shape[0] % mesh.axes_size(axes) == 0:
+        return emit.reduce_scatter(x, axes)
     split, order = [], [0] * len(axes)
     for dim, own in enumerate(per_dim):
         x, block = _padded(emit, x, dim, shape[dim], own)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.fx as fx
 
+from fsharding.program.call import below_argument
 from fsharding.program.partition import LocalProgram
 
 A = torch.ops.aten
@@ -26,11 +27,20 @@ def pull_updates_forward(graph: fx.Graph) -> None:
     In this order one leaf's chain of ops runs to its end before the next leaf's begins.
     """
     nodes = list(graph.nodes)
-    keys: dict[fx.Node, tuple[int, ...]] = {}
+    update = {n for n in nodes if n.op == "call_function" and n.meta.get("custom", {}).get("phase") == "update"}
+    # What needs arguments only (a decayed moment) could run at once, and would then live all along: it runs when used.
+    idle = {n for n in nodes if n.op == "placeholder"}
+    keys: dict[fx.Node, tuple[float, ...]] = {}
     for i, node in enumerate(nodes):
-        movable = node.meta.get("custom", {}).get("phase") == "update" and node.op == "call_function"
-        operands = [keys[a] for a in node.all_input_nodes]
-        keys[node] = (*max(operands), i) if movable and operands else (i,)
+        operands = [keys[a] for a in node.all_input_nodes if a not in idle]
+        if node in update and not operands:
+            idle.add(node)
+            continue
+        keys[node] = (*max(operands), i) if node in update else (i,)
+    for i, node in reversed(list(enumerate(nodes))):
+        if node not in keys:
+            first = min((keys[u] for u in node.users), default=(len(nodes),))
+            keys[node] = (*first[:-1], first[-1] - 0.5, i)
     ordered = sorted(nodes, key=keys.__getitem__)
     for before, after in zip(ordered, ordered[1:], strict=False):
         if before.next is not after:
@@ -84,24 +94,17 @@ def _match(program: LocalProgram, donated, names) -> dict[int, int]:
     def fits(out, into):
         (kind, dims, shape), given = program.outputs[out], program.inputs[into]
         node = program.nodes[out]
-        same = (
-            kind == given.kind and dims == given.dims and shape == given.shape and node.meta["val"].dtype == given.dtype
-        )
-        return same and node not in holders
+        at_rest = kind == given.kind or (kind == "whole" and not any(given.dims))
+        alike = dims == given.dims and shape == given.shape and node.meta["val"].dtype == given.dtype
+        return at_rest and alike and node not in holders
 
     for exact in (True, False):
         for out in range(len(program.outputs)):
             if out in taken:
                 continue
             for into in free:
-                if fits(out, into) and (not exact or _below(names[out]) == _below(program.inputs[into].name)):
+                if fits(out, into) and (not exact or below_argument(names[out]) == below_argument(program.inputs[into].name)):
                     taken[out] = into
                     free.remove(into)
                     break
     return taken
-
-
-def _below(path: str) -> str:
-    """A key path without its first step (which argument, which output)."""
-    cut = min((i for i in (path.find(".", 1), path.find("[", 1)) if i > 0), default=len(path))
-    return path[cut:]

@@ -180,9 +180,11 @@ def memory_analysis(program: LocalProgram) -> dict[str, int]:
     return {"arguments": peaks.pop("arguments"), "outputs": outputs, **peaks, "peak": peak}
 
 
-def peak_of_phase(program: LocalProgram, phase: str) -> int:
-    """The most bytes alive while nodes of one phase run, arguments included."""
-    return max((sum(now.values()) for node, now in _liveness(program) if node.op == "call_function" and phase_of(node) == phase), default=0)
+def peak_after_backward(program: LocalProgram) -> int:
+    """The most bytes alive once no node of the backward pass is left to run, arguments included."""
+    alive = [(phase_of(node), sum(now.values())) for node, now in _liveness(program) if node.op == "call_function"]
+    last = max((i for i, (phase, _) in enumerate(alive) if phase == "backward"), default=-1)
+    return max((size for _, size in alive[last + 1 :]), default=0)
 
 
 def _bases(program: LocalProgram):

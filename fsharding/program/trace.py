@@ -245,6 +245,10 @@ def _mark_updates(gm: fx.GraphModule) -> None:
             after.add(node)
             if node.target is not like_raw and phase_of(node) == "forward":
                 node.meta.setdefault("custom", {})["phase"] = "update"
+    for node in reversed(list(gm.graph.nodes)):  # and what serves nothing but that, such as the decay of a moment
+        users = [phase_of(u) for u in node.users if u.op != "output"]
+        if node.op == "call_function" and phase_of(node) == "forward" and users and set(users) == {"update"}:
+            node.meta.setdefault("custom", {})["phase"] = "update"
 
 
 def sweep(gm: fx.GraphModule) -> fx.GraphModule:

@@ -101,8 +101,9 @@ def test_glu_backward(op, config, activation):
         h, scale = normal(ROWS, 2 * inner), torch.rand(ROWS, device="cuda")
         got = glu_backward_launch(g, w, h, scale, r.offsets, r.blocks, index, activation, config=config)
         want = on_cpu(glu_backward_reference)(g, w, h, scale, r.offsets, r.blocks, index, activation)
-        for p, q in zip(got, want, strict=True):
+        for p, q in zip(got[:2], want[:2], strict=True):
             close(p, q, r.offsets)
+        close(got[2], want[2])  # sums that cancel: judged together, not row by row
         poison()
         again = glu_backward_launch(g, w, h, scale, r.offsets, r.blocks, index, activation, config=config)
         assert all(torch.equal(p, q) for p, q in zip(got, again, strict=True))
