@@ -8,43 +8,41 @@ import triton
 import triton.language as tl
 
 from . import tiles
-from .registry import define, dense_rows, programs, refuse_vmap
+from .registry import define, dense_rows, refuse_vmap
 
 BLOCK = 1024  # columns that one program sums
 
 
-@triton.jit(do_not_specialize=["items"])
+@triton.jit
 def combine_kernel(
-    y, weights, inverse, out, items, D, y_stride,
+    y, weights, inverse, out, D, y_stride,
     SLOTS: tl.constexpr, WEIGHTED: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """An item is BLOCK columns of one token; the loads of all its slots are in flight together."""
+    """BLOCK columns of one token; the loads of all its slots are in flight together."""
     parts = tl.cdiv(D, BLOCK)
-    for item in range(tl.program_id(0), items, tl.num_programs(0)):
-        token = tl.zeros((), tl.int64) + item // parts
-        at = item % parts * BLOCK + tl.arange(0, BLOCK)
-        mask = at < D
-        total = tl.zeros((BLOCK,), tl.float32)
-        for slot in tl.static_range(SLOTS):
-            row = tl.load(inverse + token * SLOTS + slot).to(tl.int64)
-            value = tl.load(y + row * y_stride + at, mask=mask, other=0.0).to(tl.float32)
-            if WEIGHTED:
-                value *= tl.load(weights + token * SLOTS + slot).to(tl.float32)
-            total += value
-        tl.store(out + token * D + at, total.to(DTYPE), mask=mask)
+    token = (tl.program_id(0) // parts).to(tl.int64)
+    at = tl.program_id(0) % parts * BLOCK + tl.arange(0, BLOCK)
+    mask = at < D
+    total = tl.zeros((BLOCK,), tl.float32)
+    for slot in tl.static_range(SLOTS):
+        row = tl.load(inverse + token * SLOTS + slot).to(tl.int64)
+        value = tl.load(y + row * y_stride + at, mask=mask, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            value *= tl.load(weights + token * SLOTS + slot).to(tl.float32)
+        total += value
+    tl.store(out + token * D + at, total.to(DTYPE), mask=mask)
 
 
-@triton.jit(do_not_specialize=["R", "items"])
-def gather_kernel(x, index, out, R, items, D, x_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """out[r] = x[index[r]]; an item is ROWS rows of BLOCK columns."""
+@triton.jit(do_not_specialize=["R"])
+def gather_kernel(x, index, out, R, D, x_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """out[r] = x[index[r]] on ROWS rows and BLOCK columns."""
     parts = tl.cdiv(D, BLOCK)
-    for item in range(tl.program_id(0), items, tl.num_programs(0)):
-        row = item // parts * ROWS + tl.arange(0, ROWS)
-        at = item % parts * BLOCK + tl.arange(0, BLOCK)
-        source = tl.load(index + row, mask=row < R, other=0).to(tl.int64)
-        mask = (row[:, None] < R) & (at[None, :] < D)
-        tile = tl.load(x + source[:, None] * x_stride + at[None, :], mask=mask)
-        tl.store(out + row.to(tl.int64)[:, None] * D + at[None, :], tile, mask=mask)
+    row = tl.program_id(0) // parts * ROWS + tl.arange(0, ROWS)
+    at = tl.program_id(0) % parts * BLOCK + tl.arange(0, BLOCK)
+    source = tl.load(index + row, mask=row < R, other=0).to(tl.int64)
+    mask = (row[:, None] < R) & (at[None, :] < D)
+    tile = tl.load(x + source[:, None] * x_stride + at[None, :], mask=mask)
+    tl.store(out + row.to(tl.int64)[:, None] * D + at[None, :], tile, mask=mask)
 
 
 @triton.jit
@@ -67,42 +65,34 @@ def combine_transpose_kernel(
         tl.store(dweights + token * SLOTS + slot, tl.sum(part, 0).to(W_DTYPE))
 
 
-def combine_launch(y, weights, inverse, *, out=None, beside=False):
-    """y [R, D], weights [T, k] or None (ones), inverse [T, k] int32 -> [T, D] in the dtype of y.
-
-    `beside`: with few programs, to run next to a product.
-    """
+def combine_launch(y, weights, inverse):
+    """y [R, D], weights [T, k] or None (ones), inverse [T, k] int32 -> [T, D] in the dtype of y."""
     tokens, slots = shapes(y, weights, inverse)
     y = dense_rows(y)
-    out = y.new_empty((tokens, y.shape[1])) if out is None else out
+    out = y.new_empty((tokens, y.shape[1]))
     if out.numel() == 0 or slots == 0:
         return out.zero_()
     block = min(BLOCK, triton.next_power_of_2(y.shape[1]))
     items = tokens * triton.cdiv(y.shape[1], block)
-    combine_kernel[(movers(items, y.device, beside),)](
-        y, None if weights is None else weights.contiguous(), inverse.contiguous(), out, items, y.shape[1],
-        y.stride(0), SLOTS=slots, WEIGHTED=weights is not None, DTYPE=tiles.dtype(y), BLOCK=block, num_warps=4,
+    combine_kernel[(items,)](
+        y, None if weights is None else weights.contiguous(), inverse.contiguous(), out, y.shape[1], y.stride(0),
+        SLOTS=slots, WEIGHTED=weights is not None, DTYPE=tiles.dtype(y), BLOCK=block, num_warps=4,
     )  # fmt: skip
     return out
 
 
-def gather_launch(x, index, *, out=None, beside=False):
+def gather_launch(x, index):
     """x [T, D], index [R] int32 -> x[index] [R, D]."""
     x = dense_rows(x)
-    out = x.new_empty((index.shape[0], x.shape[1])) if out is None else out
+    out = x.new_empty((index.shape[0], x.shape[1]))
     if out.numel() == 0:
         return out
     block = min(BLOCK, triton.next_power_of_2(x.shape[1]))
     items = triton.cdiv(index.shape[0], 8) * triton.cdiv(x.shape[1], block)
-    gather_kernel[(movers(items, x.device, beside),)](
-        x, index, out, index.shape[0], items, x.shape[1], x.stride(0), ROWS=8, BLOCK=block, num_warps=4
+    gather_kernel[(items,)](
+        x, index, out, index.shape[0], x.shape[1], x.stride(0), ROWS=8, BLOCK=block, num_warps=4
     )  # fmt: skip
     return out
-
-
-def movers(items: int, device, beside: bool) -> int:
-    """Programs of a mover: one an item, or two a multiprocessor beside a product."""
-    return min(items, 2 * programs(device)) if beside else items
 
 
 def combine_transpose_launch(g, y, weights, inverse):

@@ -21,7 +21,6 @@ from .glu import (
 from .registry import define, refuse_vmap
 from .routing import Routing
 from .rows import rows_launch, rows_reference
-from .streams import Beside
 from .table import configure
 from .wgrad import wgrad_launch, wgrad_reference
 
@@ -33,56 +32,29 @@ def forward_launch(x, w_in, w_out, weights, offsets, perm, inverse, rows, blocks
     return combine_launch(y, weights, inverse), h
 
 
-BESIDE = frozenset({"g", "x", "sum"})  # what moves beside a product: the rows of g, the rows of x, the gather-sum
-
-
 def backward_launch(
-    g, x, w_in, w_out, weights, h, offsets, perm, inverse, rows, blocks, order, activation, needs, *, beside=BESIDE
+    g, x, w_in, w_out, weights, h, offsets, perm, inverse, rows, blocks, order, activation, needs
 ):  # fmt: skip
     """Gradients of (x, w_in, w_out, weights), empty where not needed.
 
-    The weight gradients want copies of the rows of g and x. They are made beside the product with w_out (or before it,
-    which then reads the copy); the gather-sum of x's gradient runs beside the gradient of w_in.
+    Where the table says so, g's rows are copied once for the two products that read them, and x's for one.
     """
     copy, none = copies(g, w_out, rows.shape[0]), x.new_empty(0)
-    wanted = {"g": needs[2], "x": needs[1]} if copy else {"g": False, "x": False}
-    moved = {"g": rows_like(g, rows) if wanted["g"] else None, "x": rows_like(x, rows) if wanted["x"] else None}
-    early = copy and needs[2] and "g" not in beside
-    source, index = (gather_launch(g, rows, out=moved["g"]), None) if early else (g, rows)
-    late = {name: (g if name == "g" else x, out) for name, out in moved.items() if out is not None and name in beside}
-    lane = Beside(g.device) if late else None
+    g, g_index = (gather_launch(g, rows), None) if copy else (g, rows)
     dh, a, dscale = glu_backward_launch(
-        source, w_out, h, row_weights(weights, perm), offsets, blocks, index, activation
+        g, w_out, h, row_weights(weights, perm), offsets, blocks, g_index, activation
     )  # fmt: skip
-    tickets = {name: lane.run(gather_launch, x, rows, out=out, beside=True) for name, (x, out) in late.items()}
     dx = dw_in = dw_out = dweights = none
     if needs[2]:
-        if "g" in late:
-            lane.join(tickets["g"])
-        dw_out = wgrad_launch(a, moved["g"] if copy else g, offsets, order, None, None if copy else rows)
-    del a, source
-    moved["g"] = None
+        dw_out = wgrad_launch(a, g, offsets, order, None, g_index)
+    del a, g  # a layer's largest temporaries: gone before the next ones are made
     if needs[0]:
-        by_row, dx = rows_launch(dh, w_in, offsets, blocks, transposed=True), torch.empty_like(x)
-        after = Beside(g.device) if needs[1] and "sum" in beside else None
+        dx = combine_launch(rows_launch(dh, w_in, offsets, blocks, transposed=True), None, inverse)
     if needs[1]:
-        if "x" in late:
-            lane.join(tickets["x"])
-        elif copy:
-            gather_launch(x, rows, out=moved["x"])
-        dw_in = wgrad_launch(moved["x"] if copy else x, dh, offsets, order, None if copy else rows, None)
-    if needs[0] and after is not None:
-        after.join(after.run(combine_launch, by_row, None, inverse, out=dx, beside=True))
-    elif needs[0]:
-        combine_launch(by_row, None, inverse, out=dx)
+        dw_in = wgrad_launch(x, dh, offsets, order, rows, None)
     if needs[3]:
         dweights = slot_values(dscale, inverse, weights)
     return dx, dw_in, dw_out, dweights
-
-
-def rows_like(x, rows):
-    """An empty buffer for x[rows]."""
-    return x.new_empty((rows.shape[0], x.shape[1]))
 
 
 def row_weights(weights, perm):

@@ -6,7 +6,7 @@ Legend: R rows grouped by expert, T tokens, E experts, w [E, K, N].
 
 import torch
 
-from .combine import Repeat, Sum
+from .combine import Sum
 from .registry import refuse_vmap
 from .routing import Routing
 from .rows import rows_op
@@ -159,6 +159,3 @@ def grouped_mm(x: torch.Tensor, w: torch.Tensor, routing: Routing, *, bias=None,
 def gather_mm(x: torch.Tensor, w: torch.Tensor, routing: Routing) -> torch.Tensor:
     """`grouped_mm(gather(x, routing), w, routing)` for tokens x [T, K], without the copy of the rows. [R, N]."""
     return Gather.apply(x, w, routing.offsets, routing.blocks, routing.order, routing.inverse, routing.rows)
-
-
-__all__ = ["Repeat", "gather_mm", "grouped_mm"]

@@ -31,11 +31,12 @@ PRELOAD = ["torch", "torch._dynamo", "torch.distributed.tensor", "torch.fx.exper
 GRACE_S = 2  # how long the other ranks may take to report, once one has failed
 
 
-def run_ranks(world_size, fn, *args, timeout=90, process_group=True):
+def run_ranks(world_size, fn, *args, timeout=90, process_group=True, survives=True):
     """Run ``fn(rank, world_size, *args)`` in ``world_size`` processes and return the list of results, by rank.
 
     A gloo process group is up when fn starts; with ``process_group=False`` only the environment of a launcher is (RANK,
-    WORLD_SIZE, MASTER_ADDR, ...). Results travel by pickle. Raises AssertionError with the failing rank's traceback.
+    WORLD_SIZE, MASTER_ADDR, ...). Results travel by pickle. ``survives=False``: fn ends with a fault, after which the ranks
+    can no longer meet. Raises AssertionError with the failing rank's traceback.
     """
     # The server lives here and keeps its port from the moment it is chosen, so that no other program can take it.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -44,7 +45,7 @@ def run_ranks(world_size, fn, *args, timeout=90, process_group=True):
     for rank in range(world_size):
         reader, writer = context.Pipe(duplex=False)
         job = pickle.dumps((fn, args))
-        process = context.Process(target=_rank_main, args=(writer, job, rank, world_size, store.port, process_group))
+        process = context.Process(target=_rank_main, args=(writer, job, rank, world_size, store.port, process_group, survives))
         process.start()
         writer.close()
         ranks.append((process, reader))
@@ -94,7 +95,7 @@ def _collect(ranks, deadline, timeout):
     return [results[rank] for rank in range(len(ranks))]
 
 
-def _rank_main(writer, job, rank, world_size, port, process_group):
+def _rank_main(writer, job, rank, world_size, port, process_group, survives):
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1",
                       MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True", GLOO_SOCKET_IFNAME=_loopback())
@@ -105,7 +106,7 @@ def _rank_main(writer, job, rank, world_size, port, process_group):
             dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit),
                                     rank=rank, world_size=world_size, timeout=limit)
         value = pickle.dumps((True, fn(rank, world_size, *args)))
-        if dist.is_initialized():
+        if dist.is_initialized() and survives:
             dist.barrier()  # without it gloo may abort a rank whose peer is gone already
             dist.destroy_process_group()
         writer.send_bytes(value)

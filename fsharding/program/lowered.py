@@ -116,7 +116,7 @@ class Program:
         wrapped = []
         for x, (kind, dims, shape), own in zip(out, self.local.outputs, self._own, strict=True):
             if kind == "whole":
-                wrapped.append(x)
+                wrapped.append(x.detach())  # a new object, should it be the (retired) input itself
                 continue
             if own is not None and tuple(x.shape) != own:
                 x = x[tuple(slice(0, n) for n in own)].contiguous()
@@ -132,8 +132,6 @@ class Program:
             x = leaves[i]
             if not isinstance(x, torch.Tensor):
                 continue
-            if self._pads[i]:
-                pass  # the padded copy was written, not the leaf's own memory: it is simply dropped
             x._fsharding_donated = f"`{self.lowered.name}`"
             if isinstance(x, DTensor):
                 x._local_tensor = torch.empty_like(x._local_tensor, device="meta")

@@ -192,7 +192,7 @@ class Partition:
         if stay not in value.gathered:
             move = tuple(tuple(a for a in axes if a not in kept) for axes in value.dims)
             for axes, s in zip(value.dims, stay, strict=True):
-                if axes[: len(s)] != s:
+                if self._real(axes)[: len(self._real(s))] != self._real(s):
                     self.fail(
                         f"{value.name or 'a stored value'} is split over {axes}: the axes that stay in use, {s}, must be the "
                         "major ones of their tuple"

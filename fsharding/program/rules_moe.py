@@ -159,7 +159,7 @@ def combine_w(p: Partition, node, args, kwargs):
 def _weights(p, value, state, what):
     """Per-expert values with the group dim split as the experts are, whole in the data axes otherwise."""
     axes = state.expert_axes
-    if axes and isinstance(value, Stored) and value.dims[0][: len(axes)] != axes:
+    if axes and isinstance(value, Stored) and p._real(value.dims[0])[: len(axes)] != axes:
         _not_leading(p, value.name or what, value.dims, axes)
     x = p.placed(value, keep=axes)
     x = p.total(x)
