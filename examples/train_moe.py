@@ -150,8 +150,10 @@ class Trainer:
         self.optimizer = make_optimizer(args)
         self.plain_step = make_step(self.cfg, self.optimizer, args.micro_batches)
         precision = None if args.precision == "fp32" else fs.Precision(compute="bfloat16", reduce="float32")
-        self.step = fs.shard(self.plain_step, self.mesh, donate_argnums=(0, 1), precision=precision)
-        self.evaluate = fs.shard(make_evaluate(self.cfg), self.mesh, precision=precision)
+        # in the layouts with expert parallelism the tokens travel to the experts, in the others weights are gathered
+        how = dict(precision=precision, experts="auto" if args.layout in ("dp2ep", "legacy_ep") else None)
+        self.step = fs.shard(self.plain_step, self.mesh, donate_argnums=(0, 1), **how)
+        self.evaluate = fs.shard(make_evaluate(self.cfg), self.mesh, **how)
         described = qwen3_moe.axes(self.cfg)
         specs = getattr(fs.layouts, args.layout)(self.mesh)(described)
         self.params = fs.init(described, self.mesh, specs, seed=args.seed)

@@ -7,9 +7,9 @@ import dataclasses
 import optree
 import pytest
 import torch
+from helpers import run_ranks
 
-from fsharding.annotate import layouts
-from fsharding.annotate.mesh import make_mesh
+import fsharding as fs
 from fsharding.errors import ShardingError
 from fsharding.models import qwen3_moe as model
 from fsharding.models.qwen3_moe import IGNORE, Config
@@ -162,8 +162,8 @@ def test_bfloat16_parameters_give_bfloat16_logits_and_a_float32_loss():
 @pytest.mark.parametrize("change", CONFIGS.values(), ids=CONFIGS)
 def test_every_layout_places_every_leaf(layout, change):
     cfg = dataclasses.replace(BASE, **change)
-    mesh = make_mesh({"replicate": 2, "efsdp": 4, "ep": 2}, fake=True)
-    specs = getattr(layouts, layout)(mesh)(model.axes(cfg))
+    mesh = fs.make_mesh({"replicate": 2, "efsdp": 4, "ep": 2}, fake=True)
+    specs = getattr(fs.layouts, layout)(mesh)(model.axes(cfg))
     if layout in ("dp2ep", "legacy_ep"):
         moe = next(layer["mlp"] for i, layer in enumerate(specs["layers"]) if cfg.is_moe(i))
         assert moe["w_in"][0] == moe["w_out"][0] == "ep"
@@ -209,6 +209,39 @@ def test_key_map_errors():
 def test_sizes_that_do_not_fit(change, message):
     with pytest.raises(ShardingError, match=message):
         dataclasses.replace(BASE, **change)
+
+
+# ---- over ranks ------------------------------------------------------------------------------------------------------
+def compare_with_one_device(rank, world, cases):
+    """Worst relative errors of loss and gradients; the first rank has nothing but padding."""
+    mesh, out = fs.make_mesh({"efsdp": 2, "ep": 2}), {}
+    for name, layout in cases.items():
+        cfg = dataclasses.replace(BASE, **CONFIGS[name])
+        params, batch = random_params(cfg), random_batch(cfg, rows=2 * world)
+        batch["mask"] = torch.ones_like(batch["tokens"], dtype=torch.bool)
+        batch["mask"][:2], batch["mask"][3, 6:] = False, False
+        batch["labels"][~batch["mask"]] = IGNORE
+
+        def mean(p, b, cfg=cfg):
+            total, weight = model.loss(p, b, cfg)
+            return total / weight
+
+        step = fs.value_and_grad(mean)
+        value, grads = step(params, batch)
+        placed = fs.device_put(params, mesh, getattr(fs.layouts, layout)(mesh)(model.axes(cfg)))
+        mine = {k: v[2 * rank : 2 * rank + 2].contiguous() for k, v in batch.items()}
+        sharded = fs.shard(step, mesh, experts=None if layout == "fsdp" else "auto")
+        got = fs.device_get(sharded(placed, fs.from_local(mine, mesh, fs.P(mesh.data_axes))))
+        errors = optree.tree_map(lambda a, b: ((a - b).norm() / b.norm().clamp(min=1e-12)).item(), got, (value, grads))
+        out[name] = max(optree.tree_leaves(errors))
+    return out
+
+
+def test_every_config_on_four_ranks_with_a_rank_of_padding():
+    cases = dict(zip(CONFIGS, ["dp2ep", "legacy_ep", "dp2ep", "fsdp", "dp2ep", "dp2ep"], strict=True))
+    for errors in run_ranks(4, compare_with_one_device, cases, timeout=240):
+        assert errors.keys() == cases.keys()
+        assert max(errors.values()) <= 1e-5, errors
 
 
 # ---- against transformers --------------------------------------------------------------------------------------------

@@ -207,6 +207,19 @@ def collect(args, layers):
     return rows
 
 
+def results(rows, args) -> dict:
+    """What is written: the five ops of the products and layers as `rows`, the fused up-product beside them."""
+    about = [args.only and f"--only {args.only}", f"--routings {args.routings}", f"--parts {args.parts}",
+             f"--repeats {args.repeats}", "--no-compile" if args.no_compile else ""]  # fmt: skip
+    return {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "command": " ".join(["python examples/benchmarks/kernels.py", *filter(None, about)]),
+        "rows": [r for r in rows if r["op"] != "gather_glu"],
+        "gather_glu": [r for r in rows if r["op"] == "gather_glu"],
+    }
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "kernels.json")
@@ -224,10 +237,8 @@ def main():
         with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
             pool.map(warm, layers, chunksize=1)
     rows = collect(args, layers)
-    about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__,
-             "command": "python examples/benchmarks/kernels.py " + " ".join(sys.argv[1:])}  # fmt: skip
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+    args.out.write_text(json.dumps(results(rows, args), indent=1) + "\n")
     if args.plot:
         plot(rows, args.plot)
     print(table(rows))

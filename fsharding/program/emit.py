@@ -41,7 +41,7 @@ class Emitter:
     def call(self, target, *args, **kwargs) -> fx.Node:
         """Add ``target(*args, **kwargs)``; arguments may hold nodes at any depth."""
         values, named = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
-        if target in FACTORIES:
+        if target in FACTORIES or "device" in named:
             named = {**named, "device": "meta"}
         with torch.no_grad():
             return self.add(target, args, kwargs, target(*values, **named))

@@ -217,6 +217,9 @@ RULES = {
     A.flip.default: views.flip,
     A.constant_pad_nd.default: views.pad,
     A.repeat.default: views.repeat,
+    A.as_strided.default: views.as_strided,
+    A.as_strided_scatter.default: views.as_strided_scatter,
+    A.select_scatter.default: views.select_scatter,
     # reductions and products
     **{op: red.sum_ for op in (A.sum.default, A.sum.dim_IntList)},
     **{op: red.mean for op in (A.mean.default, A.mean.dim)},

@@ -283,3 +283,96 @@ def repeat(p, node, x, times):
         if times[missing + d] != 1:
             _need_whole(p, x, d, "a repetition")
     return _result(p, p.emit.call(A.repeat.default, x.node, list(times)), shape, ((),) * missing + x.dims, x)
+
+
+def strided_cuts(shape, size, stride, offset):
+    """``as_strided`` of a contiguous tensor as slices and selections: per dim (start, length, step), or an index.
+
+    None where the strides say anything else. In-place assignments to slices leave such views in their gradients.
+    """
+    own, cuts, out = _strides(shape), [], list(zip(size, stride, strict=True))
+    for n, step_of in zip(shape, own, strict=True):
+        start, offset = divmod(offset, step_of) if step_of else (0, offset)
+        if out and out[0][1] and out[0][1] % step_of == 0 and start + (out[0][0] - 1) * (out[0][1] // step_of) < n:
+            length, step = out[0][0], out[0][1] // step_of
+            cuts.append((start, length, step))
+            out.pop(0)
+        elif start < n:
+            cuts.append(start)
+        else:
+            return None
+    return cuts if not out and not offset else None
+
+
+def _strides(shape):
+    out, step = [], 1
+    for n in reversed(shape):
+        out.insert(0, step)
+        step *= max(n, 1)
+    return out
+
+
+@view_rule
+def as_strided(p, node, x, size, stride, offset=None):
+    return _cut_view(p, x, _cuts(p, x.shape, size, stride, offset))
+
+
+def _cuts(p, shape, size, stride, offset):
+    cuts = strided_cuts(shape, size, stride, offset or 0)
+    if cuts is None:
+        p.refuse("a view by strides that is no slice")
+    return cuts
+
+
+def _cut_view(p, x, cuts):
+    for dim in reversed(range(x.ndim)):
+        cut = cuts[dim]
+        if isinstance(cut, int):
+            _need_whole(p, x, dim, "an index")
+            out = p.emit.call(A.select.int, x.node, dim, cut)
+            x = _result(p, out, x.shape[:dim] + x.shape[dim + 1 :], x.dims[:dim] + x.dims[dim + 1 :], x)
+        elif cut != (0, x.shape[dim], 1):
+            _need_whole(p, x, dim, "a slice")
+            start, length, step = cut
+            out = p.emit.call(A.slice.Tensor, x.node, dim, start, start + (length - 1) * step + 1, step)
+            x = _result(p, out, (*x.shape[:dim], length, *x.shape[dim + 1 :]), x.dims, x)
+    return x
+
+
+def as_strided_scatter(p, node, args, kwargs):
+    """``src`` written into the slice of ``x`` that the strides describe: nested slice and select scatters."""
+    x, src, size, stride = args[:4]
+    cuts = _cuts(p, node.meta["val"].shape, size, stride, args[4] if len(args) > 4 else kwargs.get("storage_offset"))
+    kept = [d for d, c in enumerate(cuts) if not isinstance(c, int)]
+    whole = [d for d, c in enumerate(cuts) if isinstance(c, int) or c != (0, node.meta["val"].shape[d], 1)]
+    labels = [None if d in whole else d for d in range(len(cuts))]
+    (x, src), _ = p.align([(x, labels), (src, [labels[d] for d in kept])])
+    todo = [c if d in whole else None for d, c in enumerate(cuts)]
+    return _result(p, _scatter(p, x.node, src.node, todo, 0), x.shape, x.dims, x)
+
+
+def _scatter(p, x, src, cuts, dim):
+    """Write ``src`` into ``x`` at the cuts of dims ``dim``, ``dim + 1``, ...; None: nothing is cut."""
+    while dim < len(cuts) and cuts[dim] is None:
+        dim += 1
+    if dim == len(cuts):
+        return src
+    cut = cuts[dim]
+    if isinstance(cut, int):
+        inner = p.emit.call(A.select.int, x, dim, cut)
+        rest = cuts[:dim] + cuts[dim + 1 :]
+        return p.emit.call(A.select_scatter.default, x, _scatter(p, inner, src, rest, dim), dim, cut)
+    start, length, step = cut
+    end = start + (length - 1) * step + 1
+    inner = p.emit.call(A.slice.Tensor, x, dim, start, end, step)
+    rest = [*cuts[:dim], None, *cuts[dim + 1 :]]
+    return p.emit.call(A.slice_scatter.default, x, _scatter(p, inner, src, rest, dim), dim, start, end, step)
+
+
+def select_scatter(p, node, args, kwargs):
+    x, src, dim, index = args
+    shape = node.meta["val"].shape
+    dim %= len(shape)
+    labels = [None if d == dim else d for d in range(len(shape))]
+    (x, src), _ = p.align([(x, labels), (src, [d for d in labels if d is not None])])
+    return _result(p, p.emit.call(A.select_scatter.default, x.node, src.node, dim, index), shape, x.dims, x)
