@@ -176,14 +176,13 @@ class Trainer:
 
     # ---- before the first step
     def introduce(self):
-        numbers = sum(p.numel() for p in optree.tree_leaves(self.params))
+        size = sum(p.numel() for p in optree.tree_leaves(self.params))
         axes = ", ".join(f"{k}={v}" for k, v in self.mesh.shape.items())
-        self.say(f"{numbers:,} parameters, {self.mesh.size} ranks ({axes}), layout {self.args.layout}, "
+        self.say(f"{size:,} parameters, {self.mesh.size} ranks ({axes}), layout {self.args.layout}, "
                  f"{self.args.device} {self.args.precision}; {len(self.train_text):,} bytes of text")
         started = time.perf_counter()
         lowered = self.step.lower(self.params, self.state, self.place(self.batch(0)))
-        collectives = lowered.collectives()
-        self.console.print(collective_table(collectives, time.perf_counter() - started))
+        self.console.print(collective_table(lowered.collectives(), time.perf_counter() - started))
 
     # ---- training
     def train(self):
@@ -253,7 +252,7 @@ def collective_table(collectives, seconds) -> Table:
     table = Table(title=f"collectives of one step (traced and partitioned in {seconds:.1f} s)", title_justify="left")
     for name, side in (("phase", "left"), ("kind", "left"), ("axes", "left"), ("dtype", "left"), ("count", "right"),
                        ("bytes a rank", "right")):
-        table.add_column(name, justify=side)
+        table.add_column(name, justify=side, no_wrap=True)
     groups: dict[tuple, list[int]] = {}
     for c in collectives:
         groups.setdefault((c.phase, c.kind, ", ".join(c.axes), str(c.dtype).removeprefix("torch.")), []).append(c.bytes)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from fsharding._compat import below_autograd
 from fsharding.errors import ShardingError
 
 # A fragment may be opened again (a reloaded module); a "DEF" of the same namespace may not.
@@ -70,7 +71,7 @@ def raw_op(schema: str, kernel: Callable, fake: Callable, *, cuda: Callable | No
                 f"`fsharding::{name}` has no derivative of this order. Call the public function instead of the raw op, "
                 "or stop the gradient with `.detach()`."
             )
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             return overload(*args)
 
     LIB.impl(name, refuse, "Autograd", with_keyset=True)

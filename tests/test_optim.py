@@ -11,7 +11,9 @@ import torch
 from helpers import run_ranks
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import fsharding as fs
 import fsharding.optim as optim
+from fsharding import P
 from fsharding.errors import ShardingError
 
 CLOSE = dict(rtol=2e-6, atol=1e-8)
@@ -305,25 +307,62 @@ def check_dtensors(rank, world):
 
 
 def check_our_leaves(rank, world):
-    from fsharding.annotate.mesh import make_mesh
-    from fsharding.annotate.place import device_get, device_put
-    from fsharding.annotate.spec import P
-
-    mesh = make_mesh({"replicate": 1, "efsdp": 2, "ep": 2})
+    mesh = fs.make_mesh({"replicate": 1, "efsdp": 2, "ep": 2})
     specs = dict(line=P(("ep", "efsdp")), square=P("ep", "efsdp"), hybrid=P("efsdp"), copies=P(),
                  short=P(("efsdp", "ep")), uneven=P(("efsdp", "ep")), plain=P("ep"))
     transform = optim.chain(optim.clip_by_global_norm(1.5), optim.adamw(0.05))
-    params, oracle = device_put(many(0), mesh, specs), many(0)
+    params, oracle = fs.device_put(many(0), mesh, specs), many(0)
     state, oracle_state = transform.init(params), transform.init(oracle)
     for i in range(3):
-        grads = device_put(many(i + 1), mesh, specs)
+        grads = fs.device_put(many(i + 1), mesh, specs)
         updates, state = transform.update(grads, state, params)
         params = optim.apply_updates(params, updates)
         updates, oracle_state = transform.update(many(i + 1), oracle_state, oracle)
         oracle = optim.apply_updates(oracle, updates)
         torch.testing.assert_close(state[0].norm, oracle_state[0].norm, rtol=1e-6, atol=0)
-    assert_trees(device_get((params, state[1].m)), (oracle, oracle_state[1].m), rtol=1e-5, atol=1e-7)
+    assert_trees(fs.device_get((params, state[1].m)), (oracle, oracle_state[1].m), rtol=1e-5, atol=1e-7)
     assert all(x.placements == params[k].placements for k, x in state[1].v.items())
+
+
+def check_inside_shard(rank, world, kind):
+    mesh = fs.make_mesh({"replicate": 1, "efsdp": 2, "ep": 2})
+    specs = {"w": P(("efsdp", "ep")), "uneven": P("efsdp"), "short": P(("efsdp", "ep")), "whole": P(), "none": None}
+    g = torch.Generator().manual_seed(0)
+    shapes = {"w": (6, 8), "uneven": (5,), "short": (2,), "whole": (3,)}
+    params = {k: torch.randn(s, generator=g) for k, s in shapes.items()} | {"none": None}
+    rows = torch.randn(8, 6, generator=g)
+    core = {"adamw": optim.adamw(optim.warmup_cosine(0.1, 2, 6)), "sgd": optim.sgd(0.1, 0.9, nesterov=True)}[kind]
+    transform = optim.chain(optim.clip_by_global_norm(0.5), core)
+
+    def loss(p, x):
+        y = torch.tanh(x @ p["w"])
+        return (y[:, :5] * p["uneven"]).pow(2).mean() + (y[:, 5:] * p["whole"]).mean() + (y[:, :2] * p["short"]).sum()
+
+    def step(p, state, x):
+        value, grads = fs.value_and_grad(loss)(p, x)
+        updates, state = transform.update(grads, state, p)
+        return optim.apply_updates(p, updates), state, value
+
+    placed = fs.device_put(params, mesh, specs)
+    x = fs.from_local(rows[2 * rank : 2 * rank + 2].clone(), mesh, P(mesh.data_axes))
+    sharded = fs.shard(step, mesh, donate_argnums=(0, 1))
+    state, oracle_state = transform.init(placed), transform.init(params)
+    collectives = sharded.lower(placed, state, x).collectives()
+    for _ in range(5):
+        placed, state, value = sharded(placed, state, x)
+        params, oracle_state, expected = step(params, oracle_state, rows)
+        torch.testing.assert_close(fs.device_get(value), expected, rtol=1e-5, atol=1e-7)
+    assert_trees(fs.device_get((placed, state)), (params, oracle_state), rtol=1e-5, atol=1e-6)
+    moments = state[1].m if kind == "adamw" else state[1].momentum
+    assert all(fs.spec_of(moments[k]) == fs.spec_of(placed[k]) for k in shapes)
+    # the norm is all that the update sends: one all-reduce for each set of axes
+    sent = [(c.kind, c.axes) for c in collectives if c.phase == "update"]
+    assert sorted(sent) == [("all_reduce", ("efsdp",)), ("all_reduce", ("efsdp", "ep"))], sent
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_inside_shard_with_donation(kind):
+    run_ranks(4, check_inside_shard, kind)
 
 
 def test_leaves_of_our_own_meshes_out_of_order_and_uneven():

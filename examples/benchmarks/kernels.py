@@ -1,7 +1,7 @@
 """Grouped products and expert layers against `torch._grouped_mm`, dense cuBLAS and the unfused layer, in one run.
 
     python examples/benchmarks/kernels.py                                  # all of it; writes docs/results/kernels.json
-    python examples/benchmarks/kernels.py --only olmoe --routings balanced --seconds 60 --out /tmp/part.json
+    python examples/benchmarks/kernels.py --only olmoe --routings balanced --seconds 60 --out part.json
 
 Needs a GPU. Random data, medians of CUDA events, L2 cache flushed, all contenders of a row interleaved. TFLOP/s count
 the expert products only (2·rows·K·N each; a layer has two, its step six), whatever runs around them. Rows that the time

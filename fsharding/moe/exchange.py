@@ -9,18 +9,15 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from fsharding._compat import resolve_group
 from fsharding.comm import groups
 from fsharding.errors import ShardingError
 from fsharding.oplib import raw_op
 
 
-def _group(alias):
-    return torch._C._distributed_c10d._resolve_process_group(alias)
-
-
 def _exchange_counts(counts, alias):
     out = torch.empty_like(counts)
-    dist.all_to_all_single(out, counts.contiguous(), group=_group(alias))
+    dist.all_to_all_single(out, counts.contiguous(), group=resolve_group(alias))
     return out.view(groups.axes_size(alias), -1)
 
 
@@ -82,7 +79,7 @@ def _exchange(x, splits, rows, alias, back):
             f"expects {rows} rows as {receive}. The counts and the rows come from different routings."
         )
     out = x.new_empty(rows, *x.shape[1:])
-    dist.all_to_all_single(out, x.contiguous(), receive, send, group=_group(alias))
+    dist.all_to_all_single(out, x.contiguous(), receive, send, group=resolve_group(alias))
     return out
 
 

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from fsharding import _torch_trace as compat
 from fsharding.errors import ShardingError
 from fsharding.program.attention import scaled_dot_product_attention
 from fsharding.program.source import user_line
@@ -174,7 +173,7 @@ def _at_line(func, *args, **kwargs):
     try:
         return func(*args, **kwargs)
     except ShardingError as error:
-        line = user_line(compat.frame())
+        line = user_line()
         if line is None or line in str(error):
             raise
         raise ShardingError(f"{line}: {error}") from None

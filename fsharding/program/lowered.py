@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
+from fsharding import _compat as compat
 from fsharding import tree as trees
 from fsharding.annotate.mesh import Mesh, agree
 from fsharding.annotate.place import wrap_local
@@ -99,7 +100,7 @@ class Program:
         device = self.local.mesh.device
         local = []
         for x, pad in zip(leaves, self._pads, strict=False):
-            x = x._local_tensor if isinstance(x, DTensor) else x
+            x = compat.local_of(x) if isinstance(x, DTensor) else x
             if not isinstance(x, torch.Tensor):
                 x = torch.tensor(x, device=device)
             elif x.device != device:
@@ -134,7 +135,7 @@ class Program:
                 continue
             x._fsharding_donated = f"`{self.lowered.name}`"
             if isinstance(x, DTensor):
-                x._local_tensor = torch.empty_like(x._local_tensor, device="meta")
+                compat.retire(x)
 
 
 def _results(graph) -> list:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsharding import _torch_trace as compat
+from fsharding import _compat as compat
 from fsharding import tree as trees
 from fsharding.annotate.mesh import Mesh, mesh_of
 from fsharding.annotate.param import ShapeDtype
@@ -21,7 +21,7 @@ from fsharding.annotate.place import device_get, device_put, dims_of, spec_of
 from fsharding.annotate.spec import P, check_sizes, normalize
 from fsharding.errors import ShardingError
 from fsharding.moe.all_to_all import DISPATCHERS
-from fsharding.program.call import Call, abstract, argument_names, below_argument, cut_axes, locate
+from fsharding.program.call import Call, abstract, argument_names, below_argument, cut_axes, identity_of, locate
 from fsharding.program.donate import pull_updates_forward, write_back
 from fsharding.program.lowered import Lowered, Program
 from fsharding.program.partition import Experts, Input, LocalProgram, Partition
@@ -224,7 +224,7 @@ class Sharded:
                         "place, or leave the argument out of `donate_argnums`."
                     )
                 if at_rest:
-                    same = id(x._local_tensor if isinstance(x, DTensor) else x)
+                    same = identity_of(x)
                     if same in seen:
                         raise ShardingError(
                             f"{seen[same]} and {path} are one tensor in a stored tree. Tie weights by using one leaf twice in the "
@@ -239,7 +239,7 @@ class Sharded:
 
     def _key(self, call: Call):
         leaves = tuple(
-            x._spec if isinstance(x, DTensor) else (x.shape, x.dtype) if isinstance(x, torch.Tensor) else type(x)
+            compat.placement_key(x) if isinstance(x, DTensor) else (x.shape, x.dtype) if isinstance(x, torch.Tensor) else type(x)
             for x in call.leaves
         )
         return call.treedef, leaves, call.static, call.mesh

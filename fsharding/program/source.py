@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import bisect
 import os
+import sys
 import traceback
 
-from fsharding import _torch_trace as compat
+from fsharding import _compat as compat
 
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _MODELS = os.path.join(_OURS, "models")
@@ -28,7 +29,7 @@ def is_user_file(name: str) -> bool:
 
 def user_line(frame=None) -> str | None:
     """``file:line`` of the innermost user frame, or None."""
-    frame = frame or compat.frame()
+    frame = frame or sys._getframe(1)
     while frame is not None:
         if is_user_file(frame.f_code.co_filename):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -9,6 +9,7 @@ phase. Then the *graph* is functionalised and decomposed to a small core. (Funct
 from __future__ import annotations
 
 import functools
+import operator
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ import torch.fx.traceback as fx_traceback
 from torch._decomp import core_aten_decompositions, get_decompositions
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fsharding import _torch_trace as compat
+from fsharding import _compat as compat
 from fsharding import oplib
 from fsharding.errors import ShardingError
 from fsharding.program.composites import Rewrite
@@ -147,6 +148,7 @@ def trace(fn: Callable, inputs: Sequence[torch.Tensor], on_gradient: Callable | 
             _refuse_host_read(node)
         _refuse_hidden_mutation(traced)
         constants = _lift_attributes(sweep(traced))
+        _refuse_mutated_inputs(traced)
         program = _functionalise(traced, args, constants, fakes) if any(map(_mutates, traced.graph.nodes)) else traced
     return GlobalProgram(_finish(program), constants, len(args))
 
@@ -195,7 +197,7 @@ def _finish(gm: fx.GraphModule) -> fx.GraphModule:
         if node.target in _IDENTITIES:
             node.replace_all_uses_with(node.args[0])
     sweep(gm)
-    _refuse_mutated_inputs(gm)
+    assert not any(_mutates(n) for n in gm.graph.nodes), "functionalisation left an in-place op"
     _mark_updates(gm)
     return gm
 
@@ -228,13 +230,26 @@ def _mutates(node: fx.Node) -> bool:
     return node.op == "call_function" and schema is not None and schema.is_mutable
 
 
+_VIEWS = ("view", "slice", "select", "permute", "transpose", "t", "unsqueeze", "squeeze", "expand", "alias", "detach", "split")
+
+
 def _refuse_mutated_inputs(gm: fx.GraphModule) -> None:
+    """An argument, or a view of one, that is written in place."""
     for node in gm.graph.nodes:
-        if _mutates(node):
+        if not _mutates(node) or not isinstance(node.args[0], fx.Node):
+            continue
+        base = node.args[0]
+        while base.op == "call_function" and (base.target is operator.getitem or _short_name(base) in _VIEWS):
+            base = base.args[0]
+        if base.op == "placeholder":
             raise ShardingError(
                 f"{line_of(node)}: the function changes one of its arguments or a closed-over tensor in place "
-                f"(`{node.target}`). Return the new value instead."
+                f"(`{_short_name(node)}`). Return the new value instead."
             )
+
+
+def _short_name(node: fx.Node) -> str:
+    return node.target.name().split("::")[-1].split(".")[0] if hasattr(node.target, "name") else ""
 
 
 def _mark_updates(gm: fx.GraphModule) -> None:

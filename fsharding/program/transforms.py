@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsharding import _torch_trace as compat
+from fsharding import _compat as compat
 from fsharding import tree as trees
 from fsharding.errors import ShardingError
 

@@ -1,0 +1,121 @@
+"""Every fact about PyTorch that the library leans on, asserted on the version that is installed (2.11 and 2.13 are supported)."""
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fsharding import _compat as compat
+from fsharding.moe import ops
+from fsharding.oplib import raw_op
+from fsharding.program.trace import trace
+
+A = torch.ops.aten
+
+
+def test_custom_meta_survives_a_second_trace():
+    from torch.fx.proxy import _COPY_META_FIELDS
+
+    assert "custom" in _COPY_META_FIELDS
+
+
+def test_the_tracer_is_reachable_and_backward_nodes_know_their_forward():
+    seen = []
+
+    def f(x):
+        tracer = compat.current_tracer()
+        create = tracer.create_node
+
+        def watch(*args, **kwargs):
+            seen.append(compat.backward_sequence())
+            return create(*args, **kwargs)
+
+        tracer.create_node = watch
+        return torch.func.grad(lambda y: y.sin().sum())(x)
+
+    make_fx(f, tracing_mode="fake")(torch.randn(3))
+    assert None in seen and any(isinstance(s, int) for s in seen)
+    assert compat.current_tracer() is None
+
+
+def test_watching_gradients_of_every_transform():
+    pairs = []
+
+    def after(g, x):
+        pairs.append((g.shape, x.shape))
+        return g * 2
+
+    x = torch.randn(3)
+    f = lambda y: (y**2).sum()
+    with compat.watch_gradients(after):
+        assert torch.equal(torch.func.grad(f)(x), 4 * x)
+        _, pull = torch.func.vjp(f, x)
+        assert torch.equal(pull(torch.ones(()))[0], 4 * x)
+        torch.func.grad_and_value(f)(x)
+    assert len(pairs) == 3
+    assert torch.equal(torch.func.grad(f)(x), 2 * x)
+
+
+def test_a_raw_op_without_derivative_would_be_silently_wrong_and_ours_raises():
+    from fsharding import ShardingError
+
+    doubled = raw_op("test_doubled(Tensor x) -> Tensor", lambda x: 2 * x, lambda x: torch.empty_like(x))
+    with pytest.raises(ShardingError, match="no derivative"):
+        torch.func.grad(lambda x: (doubled(x) * x).sum())(torch.ones(2))
+
+
+def test_fakes_also_serve_meta_tensors():
+    x, w = torch.empty(6, 4, device="meta"), torch.empty(2, 4, 3, device="meta")
+    assert ops.ragged_dot_raw(x, w, torch.empty(2, dtype=torch.int32, device="meta")).shape == (6, 3)
+
+
+@pytest.mark.parametrize("op", ["all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"])
+def test_functional_collectives_have_shapes_without_a_group(op):
+    args = {"all_gather_into_tensor": (4, "no such group"), "reduce_scatter_tensor": ("sum", 4, "no such group"), "all_reduce": ("sum", "no such group")}
+    out = getattr(torch.ops._c10d_functional, op).default(torch.empty(8, 2, device="meta"), *args[op])
+    assert out.shape[0] == {"all_gather_into_tensor": 32, "reduce_scatter_tensor": 2, "all_reduce": 8}[op]
+
+
+def test_the_core_of_ops_keeps_sums_and_fused_kernels():
+    """The decomposition of ``sum`` says "no dim" for "all dims", and that of CPU flash attention is wrong under its backward."""
+
+    def f(x):
+        return [torch.func.grad(lambda y: torch.nn.functional.silu(torch.softmax(y, -1)).sum())(x)]
+
+    names = {str(n.target) for n in trace(f, [torch.empty(3, 4)]).graph.graph.nodes}
+    assert "aten._softmax_backward_data.default" in names
+
+
+def test_constants_are_read_by_reference_under_transforms():
+    c = torch.ones(3)
+    program = trace(lambda x: [torch.func.grad(lambda y: (y * c).sum())(x)], [torch.empty(3)])
+    assert len(program.constants) == 1 and program.constants[0].data_ptr() == c.data_ptr()
+
+
+def test_strided_shard_is_found_where_each_version_keeps_it():
+    assert compat.StridedShard(0, split_factor=2).split_factor == 2
+
+
+def test_dtensors_of_a_mesh_without_processes():
+    import fsharding as fs
+
+    mesh = fs.make_mesh({"a": 1})
+    x = fs.device_put(torch.arange(6.0), mesh, fs.P("a"))
+    assert torch.equal((x * 2).full_tensor(), torch.arange(6.0) * 2)
+    compat.retire(x)
+    assert compat.local_of(x).device.type == "meta"
+
+
+def test_attention_kernels_agree_with_pytorch():
+    from fsharding.program.attention import scaled_dot_product_attention as ours
+
+    g = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 4, 6, 8, generator=g, requires_grad=True)
+    k, v = (torch.randn(2, 2, 6, 8, generator=g, requires_grad=True) for _ in "kv")
+    mask = torch.rand(2, 4, 6, 6, generator=g) > 0.2
+    for kwargs in ({"is_causal": True}, {"attn_mask": mask}, {}):
+        theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True, **kwargs)
+        mine = ours(q, k, v, enable_gqa=True, **kwargs)
+        assert torch.allclose(mine, theirs, atol=1e-6)
+        t = torch.randn(theirs.shape, generator=g)
+        for a, b in zip(torch.autograd.grad(mine, (q, k, v), t), torch.autograd.grad(theirs, (q, k, v), t), strict=True):
+            assert torch.allclose(a, b, atol=1e-5)
