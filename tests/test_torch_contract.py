@@ -98,7 +98,7 @@ def test_strided_shard_is_found_where_each_version_keeps_it():
 def test_dtensors_of_a_mesh_without_processes():
     import fsharding as fs
 
-    mesh = fs.make_mesh({"a": 1})
+    mesh = fs.make_mesh({"a": 1}, device="cpu")
     x = fs.device_put(torch.arange(6.0), mesh, fs.P("a"))
     assert torch.equal((x * 2).full_tensor(), torch.arange(6.0) * 2)
     compat.retire(x)

@@ -294,13 +294,15 @@ RULES = {
     moe_ops.segment_sum_raw: moe.segment_sum,
 }
 
-# Elementwise ops that PyTorch does not tag as such.
+# Elementwise ops that PyTorch (or an older version of it) does not tag as such.
 _POINTWISE = {
-    A.masked_fill.Scalar,
-    A.masked_fill.Tensor,
-    A.silu_backward.default,
-    A.gelu_backward.default,
-    A.fmod.Tensor,
+    getattr(getattr(A, name), overload)
+    for name, overload in (entry.split(".") for entry in """masked_fill.Scalar masked_fill.Tensor silu_backward.default
+        gelu_backward.default fmod.Tensor leaky_relu.default leaky_relu_backward.default elu.default elu_backward.default
+        hardtanh.default hardtanh_backward.default hardswish.default hardswish_backward.default hardsigmoid.default
+        hardsigmoid_backward.default softplus.default softplus_backward.default threshold.default threshold_backward.default
+        mish.default mish_backward.default sigmoid_backward.default tanh_backward.default nan_to_num.default
+        log_sigmoid_backward.default""".split())
 }
 
 
