@@ -104,7 +104,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return local.trigger_wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
-# ---- tracing ------------------------------------------------------------------------------------------------------------
+# ---- tracing ---------------------------------------------------------------------------------------------------------
 TORCH_ROOT = os.path.dirname(torch.__file__)
 
 
@@ -184,7 +184,7 @@ FAKE_ERRORS = (
 )
 
 
-# ---- operators --------------------------------------------------------------------------------------------------------
+# ---- operators -------------------------------------------------------------------------------------------------------
 def below_autograd():
     """Dispatch to an op's kernel below the Autograd key."""
     return torch._C._AutoDispatchBelowAutograd()

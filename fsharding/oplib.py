@@ -1,8 +1,9 @@
 """How the library registers its own operators.
 
-A *raw* op is one opaque node of a traced graph: a kernel, a fake (shapes only) and an Autograd kernel that refuses to be
-differentiated, because PyTorch would otherwise return a wrong gradient with no more than a warning. Differentiable ops are
-built from raw ops by :func:`multilinear`, whose transposes are again such ops, so that derivatives of any order work.
+A *raw* op is one opaque node of a traced graph: a kernel, a fake (shapes only) and an Autograd kernel that refuses to
+be differentiated, because PyTorch would otherwise return a wrong gradient with no more than a warning. Differentiable
+ops are built from raw ops by :func:`multilinear`, whose transposes are again such ops, so that derivatives of any order
+work.
 """
 
 from __future__ import annotations

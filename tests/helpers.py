@@ -35,8 +35,8 @@ def run_ranks(world_size, fn, *args, timeout=90, process_group=True, survives=Tr
     """Run ``fn(rank, world_size, *args)`` in ``world_size`` processes and return the list of results, by rank.
 
     A gloo process group is up when fn starts; with ``process_group=False`` only the environment of a launcher is (RANK,
-    WORLD_SIZE, MASTER_ADDR, ...). Results travel by pickle. ``survives=False``: fn ends with a fault, after which the ranks
-    can no longer meet. Raises AssertionError with the failing rank's traceback.
+    WORLD_SIZE, MASTER_ADDR, ...). Results travel by pickle. ``survives=False``: fn ends with a fault, after which the
+    ranks can no longer meet. Raises AssertionError with the failing rank's traceback.
     """
     # The server lives here and keeps its port from the moment it is chosen, so that no other program can take it.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -45,7 +45,8 @@ def run_ranks(world_size, fn, *args, timeout=90, process_group=True, survives=Tr
     for rank in range(world_size):
         reader, writer = context.Pipe(duplex=False)
         job = pickle.dumps((fn, args))
-        process = context.Process(target=_rank_main, args=(writer, job, rank, world_size, store.port, process_group, survives))
+        job_args = (writer, job, rank, world_size, store.port, process_group, survives)
+        process = context.Process(target=_rank_main, args=job_args)
         process.start()
         writer.close()
         ranks.append((process, reader))

@@ -102,19 +102,26 @@ def trainer(optimizer, loss_fn=loss):
     return step
 
 
-# ---- layouts ----------------------------------------------------------------------------------------------------------
+# ---- layouts ---------------------------------------------------------------------------------------------------------
 AXES = ("replicate", "efsdp", "ep")
 
 
 def factorisations(n: int) -> list[dict[str, int]]:
     """All meshes of n ranks over (replicate, efsdp, ep), axes of size 1 included."""
-    return [dict(zip(AXES, f, strict=True)) for f in itertools.product(range(1, n + 1), repeat=3) if f[0] * f[1] * f[2] == n]
+    return [
+        dict(zip(AXES, f, strict=True)) for f in itertools.product(range(1, n + 1), repeat=3) if f[0] * f[1] * f[2] == n
+    ]
 
 
 def specs(params, layout: str):
     """Written out, not taken from ``fs.layouts``: the suite must not lean on the code it tests."""
     experts = {"dp2ep": P("ep", "efsdp"), "fsdp": P(None, ("replicate", "efsdp", "ep")), "legacy_ep": P("ep", None)}
-    dense = {"dp2ep": ("efsdp", "ep"), "fsdp": ("replicate", "efsdp", "ep"), "hsdp": ("efsdp", "ep"), "legacy_ep": ("efsdp",)}
+    dense = {
+        "dp2ep": ("efsdp", "ep"),
+        "fsdp": ("replicate", "efsdp", "ep"),
+        "hsdp": ("efsdp", "ep"),
+        "legacy_ep": ("efsdp",),
+    }
     experts["hsdp"] = P(None, ("efsdp", "ep"))
 
     def one(path, x):
@@ -145,11 +152,14 @@ def abstract(tree, spec):
     """A ``ShapeDtype`` tree with specs, for ``lower`` on a mesh without processes."""
     flat = trees.broadcast_prefix(spec, tree, "specs")
     _, leaves, treedef = trees.flatten_with_paths(tree)
-    return trees.unflatten(treedef, [fs.ShapeDtype(tuple(x.shape), x.dtype, s) for x, s in zip(leaves, flat, strict=True)])
+    return trees.unflatten(
+        treedef, [fs.ShapeDtype(tuple(x.shape), x.dtype, s) for x, s in zip(leaves, flat, strict=True)]
+    )
 
 
 def simulate(sharded, args, arg_specs, low=None):
-    """Run a sharded function for all ranks in lockstep; global values in and out. ``low`` from an earlier call is reused."""
+    """Run a sharded function for all ranks in lockstep; global values in and out. ``low`` from an earlier call is
+    reused."""
     low = low or sharded.lower(*(abstract(a, s) for a, s in zip(args, arg_specs, strict=True)))
     _, leaves, _ = trees.flatten_with_paths(list(args))
     out = iter(lockstep.evaluate(low, leaves))
@@ -157,5 +167,3 @@ def simulate(sharded, args, arg_specs, low=None):
     count = len(result["paths"])
     leaves = [result["fixed"][i] if i in result["fixed"] else next(out) for i in range(count)]
     return trees.unflatten(result["treedef"], leaves), low
-
-

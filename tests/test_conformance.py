@@ -1,7 +1,8 @@
-"""Ops under partition: each of these functions is right on every split, or refused with the user's line. Never another number.
+"""Ops under partition: each of these functions is right on every split, or refused with the user's line. Never another
+number.
 
-``f(w, x, y)``: w [6, 8] a stored parameter, x [8, 6] and y [8] rows. The value and the gradients of ``sum(f² · c)`` for all of w
-and x are compared with one device.
+``f(w, x, y)``: w [6, 8] a stored parameter, x [8, 6] and y [8] rows. The value and the gradients of ``sum(f² · c)`` for
+all of w and x are compared with one device.
 """
 
 import pytest
@@ -23,13 +24,19 @@ def ignored(y):
 RIGHT = {
     # losses: every reduction, weights, ignored labels, smoothing
     **{f"mse_{r}": lambda w, x, y, r=r: F.mse_loss(x @ w, x @ w.flip(1), reduction=r) for r in ("mean", "sum", "none")},
-    **{f"smooth_l1_{r}": lambda w, x, y, r=r: F.smooth_l1_loss(x @ w, torch.ones(8, 8), reduction=r) for r in ("mean", "sum")},
+    **{
+        f"smooth_l1_{r}": lambda w, x, y, r=r: F.smooth_l1_loss(x @ w, torch.ones(8, 8), reduction=r)
+        for r in ("mean", "sum")
+    },
     "huber": lambda w, x, y: F.huber_loss(x @ w, torch.zeros(8, 8)),
     "l1": lambda w, x, y: F.l1_loss(x @ w, torch.zeros(8, 8)),
     "bce_logits": lambda w, x, y: F.binary_cross_entropy_with_logits(x @ w, torch.full((8, 8), 0.3)),
     "kl": lambda w, x, y: F.kl_div(F.log_softmax(x @ w, -1), torch.full((8, 8), 0.125), reduction="batchmean"),
     **{f"ce_{r}": lambda w, x, y, r=r: F.cross_entropy(x @ w, y, reduction=r) for r in ("mean", "sum", "none")},
-    **{f"ce_ignored_{r}": lambda w, x, y, r=r: F.cross_entropy(x @ w, ignored(y), reduction=r) for r in ("mean", "sum", "none")},
+    **{
+        f"ce_ignored_{r}": lambda w, x, y, r=r: F.cross_entropy(x @ w, ignored(y), reduction=r)
+        for r in ("mean", "sum", "none")
+    },
     "ce_weight": lambda w, x, y: F.cross_entropy(x @ w, ignored(y), weight=torch.arange(1.0, 9.0)),
     "ce_smooth": lambda w, x, y: F.cross_entropy(x @ w, ignored(y), label_smoothing=0.1),
     "ce_weight_smooth": lambda w, x, y: F.cross_entropy(x @ w, y, weight=torch.arange(1.0, 9.0), label_smoothing=0.1),
@@ -113,11 +120,17 @@ RIGHT = {
     # transforms
     "inner_grad": lambda w, x, y: fs.grad(lambda z: torch.tanh(z @ w).sum())(x),
     "func_grad": lambda w, x, y: torch.func.grad(lambda v: (x @ v).tanh().sum())(w),
-    "grad_of_grad": lambda w, x, y: torch.func.grad(lambda v: torch.func.grad(lambda u: (x @ u).tanh().sum())(v).square().sum())(w),
+    "grad_of_grad": lambda w, x, y: torch.func.grad(
+        lambda v: torch.func.grad(lambda u: (x @ u).tanh().sum())(v).square().sum()
+    )(w),
     "jvp": lambda w, x, y: torch.func.jvp(lambda v: (x @ v).tanh(), (w,), (torch.ones(6, 8),))[1],
     "vmap_columns": lambda w, x, y: torch.func.vmap(lambda c: torch.tanh(x @ c), in_dims=1, out_dims=1)(w),
-    "vmap_of_grad": lambda w, x, y: torch.func.vmap(torch.func.grad(lambda c: torch.tanh(x @ c).sum()), in_dims=1, out_dims=1)(w),
-    "hessian_vector": lambda w, x, y: torch.func.jvp(torch.func.grad(lambda v: (x @ v).tanh().sum()), (w,), (torch.ones(6, 8),))[1],
+    "vmap_of_grad": lambda w, x, y: torch.func.vmap(
+        torch.func.grad(lambda c: torch.tanh(x @ c).sum()), in_dims=1, out_dims=1
+    )(w),
+    "hessian_vector": lambda w, x, y: torch.func.jvp(
+        torch.func.grad(lambda v: (x @ v).tanh().sum()), (w,), (torch.ones(6, 8),)
+    )[1],
 }
 
 
@@ -139,7 +152,11 @@ REFUSED = {
     "interleaving": lambda w, x, y: (x @ w).T.reshape(-1),
     "argmax_rows": lambda w, x, y: (x @ w) * (x @ w).argmax(0),
 }
-MESHES = [({"efsdp": 2}, P("efsdp"), P("efsdp")), ({"a": 2, "b": 2}, P(("a", "b")), P("b", "a")), ({"a": 4, "b": 2}, P(("b", "a")), P(None, ("a", "b")))]
+MESHES = [
+    ({"efsdp": 2}, P("efsdp"), P("efsdp")),
+    ({"a": 2, "b": 2}, P(("a", "b")), P("b", "a")),
+    ({"a": 4, "b": 2}, P(("b", "a")), P(None, ("a", "b"))),
+]
 
 
 def objective(f):

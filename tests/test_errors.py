@@ -1,4 +1,5 @@
-"""Every mistake that this surface can meet: a ShardingError with the leaf or the user's line, the reason and the way out."""
+"""Every mistake that this surface can meet: a ShardingError with the leaf or the user's line, the reason and the way
+out."""
 
 import warnings
 
@@ -69,8 +70,10 @@ INSIDE = {
     "dropout": (lambda w, x: F.dropout(x, 0.5), "fs.random"),
     "in place": (in_place, "Return the new value"),
     "in place on a view": (in_place_view, "Return the new value"),
-    "running statistics": (lambda w, x: F.batch_norm(x, torch.zeros(6), torch.ones(6), training=True), "running statistics"),
-    "op without a rule": (lambda w, x: torch.linalg.inv(x[:, :, None] * x[:, None]), "linalg.*is split over.*shard_map"),
+    "running statistics": (lambda w, x: F.batch_norm(x, torch.zeros(6), torch.ones(6), training=True), "running "
+    "statistics"),
+    "op without a rule": (lambda w, x: torch.linalg.inv(x[:, :, None] * x[:, None]), "linalg.*is split "
+    "over.*shard_map"),
     "sort over rows": (lambda w, x: x.sort(0).values, "shard_map"),
     "rows against rows": (lambda w, x: x @ x.T, "agree"),
     "reshape of rows": (lambda w, x: x.reshape(6, 8), "does not divide"),
@@ -83,9 +86,10 @@ INSIDE = {
     "routed rows meet others": (routed(lambda xs, r: xs + torch.arange(8.0)[:, None]), "routed rows meet"),
     "permutation read": (routed(lambda xs, r: r.perm * 2), "only for `dispatch` and `combine`"),
     "sizes of another routing": (
-        routed(lambda xs, r: fs.ragged_dot(xs, torch.ones(4, 6, 6), torch.full((4,), 2))), "their own `routing.group_sizes`",
+        routed(lambda xs, r: fs.ragged_dot(xs, torch.ones(4, 6, 6), torch.full((4,), 2))),
+        "their own `routing.group_sizes`",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", sorted(INSIDE))
@@ -129,7 +133,10 @@ def test_routing_arguments(case):
 
 
 ARGUMENTS = [
-    (lambda m: fs.shard(lambda w, x: x @ w, m).lower(W, S(6, 6, spec=ROWS)), "x has size 6.*not divisible by 4.*4 or 8"),
+    (
+        lambda m: fs.shard(lambda w, x: x @ w, m).lower(W, S(6, 6, spec=ROWS)),
+        "x has size 6.*not divisible by 4.*4 or 8",
+    ),
     (lambda m: fs.shard(lambda w, x: x @ w, m).lower(W, S(8, 6, spec=P("epp"))), '"epp".*did you mean "ep"'),
     (lambda m: fs.shard(lambda w, x: x @ w, m).lower(W, S(8, 6, spec=P(None, None, "ep"))), "x has 3 entries.*2 dims"),
     (lambda m: fs.shard(lambda w, x, s: x, m).lower(W, X, "relu"), "s is a str.*static_argnums"),

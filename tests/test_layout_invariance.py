@@ -84,8 +84,8 @@ def test_experts_without_tokens():
 def test_trajectories(shape, name):
     """Five steps with clipping stay with one device (SGD shows errors of scale, which Adam hides).
 
-    In float32 rounding alone moves single gradient leaves of one device by 1e-5 to 1e-4 from float64 here, so losses and norms
-    are held to 1e-5 there, and every gradient, parameter and state leaf to 1e-9 in float64.
+    In float32 rounding alone moves single gradient leaves of one device by 1e-5 to 1e-4 from float64 here, so losses
+    and norms are held to 1e-5 there, and every gradient, parameter and state leaf to 1e-9 in float64.
     """
     for dtype, tolerance in ((torch.float32, TOLERANCE), (torch.float64, 1e-9)):
         rule = fs.optim.sgd(0.1, momentum=0.9) if name == "sgd" else fs.optim.adamw(1e-2, eps=1e-4)
@@ -132,7 +132,9 @@ def test_a_batch_without_valid_tokens_gives_zeros():
     params, b = init(), batch()
     b["y"][:] = -100
     mesh = fs.make_mesh({"replicate": 1, "efsdp": 2, "ep": 2}, fake=True)
-    (value, grads), _ = simulate(fs.shard(fs.accumulate(summed_loss, 2), mesh), (params, b), (specs(params, "dp2ep"), ROWS))
+    (value, grads), _ = simulate(
+        fs.shard(fs.accumulate(summed_loss, 2), mesh), (params, b), (specs(params, "dp2ep"), ROWS)
+    )
     assert value.item() == 0
     assert all(not g.any() for g in trees.flatten_with_paths(grads)[1])
 

@@ -1,5 +1,5 @@
-"""The same programs on real processes (gloo), a sample: what lockstep cannot show is that bytes really move, that memory is
-really taken over, and that an error ends all ranks. One spawn a world size."""
+"""The same programs on real processes (gloo), a sample: what lockstep cannot show is that bytes really move, that
+memory is really taken over, and that an error ends all ranks. One spawn a world size."""
 
 import pytest
 import torch
@@ -74,7 +74,11 @@ def gradients(mesh, layout, experts="auto"):
 
 def two(rank, world):
     out = {}
-    for shape in ({"replicate": 1, "efsdp": 1, "ep": 2}, {"replicate": 1, "efsdp": 2, "ep": 1}, {"replicate": 2, "efsdp": 1, "ep": 1}):
+    for shape in (
+        {"replicate": 1, "efsdp": 1, "ep": 2},
+        {"replicate": 1, "efsdp": 2, "ep": 1},
+        {"replicate": 2, "efsdp": 1, "ep": 1},
+    ):
         out[str(shape)] = gradients(fs.make_mesh(shape), "dp2ep")
     mesh = fs.make_mesh({"efsdp": 2})
     out["faults"] = faults(rank, mesh)

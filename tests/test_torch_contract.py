@@ -1,4 +1,5 @@
-"""Every fact about PyTorch that the library leans on, asserted on the version that is installed (2.11 and 2.13 are supported)."""
+"""Every fact about PyTorch that the library leans on, asserted on the version that is installed (2.11 and 2.13 are
+supported)."""
 
 import pytest
 import torch
@@ -70,13 +71,18 @@ def test_fakes_also_serve_meta_tensors():
 
 @pytest.mark.parametrize("op", ["all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"])
 def test_functional_collectives_have_shapes_without_a_group(op):
-    args = {"all_gather_into_tensor": (4, "no such group"), "reduce_scatter_tensor": ("sum", 4, "no such group"), "all_reduce": ("sum", "no such group")}
+    args = {
+        "all_gather_into_tensor": (4, "no such group"),
+        "reduce_scatter_tensor": ("sum", 4, "no such group"),
+        "all_reduce": ("sum", "no such group"),
+    }
     out = getattr(torch.ops._c10d_functional, op).default(torch.empty(8, 2, device="meta"), *args[op])
     assert out.shape[0] == {"all_gather_into_tensor": 32, "reduce_scatter_tensor": 2, "all_reduce": 8}[op]
 
 
 def test_the_core_of_ops_keeps_sums_and_fused_kernels():
-    """The decomposition of ``sum`` says "no dim" for "all dims", and that of CPU flash attention is wrong under its backward."""
+    """The decomposition of ``sum`` says "no dim" for "all dims", and that of CPU flash attention is wrong under its
+    backward."""
 
     def f(x):
         return [torch.func.grad(lambda y: torch.nn.functional.silu(torch.softmax(y, -1)).sum())(x)]
@@ -117,5 +123,7 @@ def test_attention_kernels_agree_with_pytorch():
         mine = ours(q, k, v, enable_gqa=True, **kwargs)
         assert torch.allclose(mine, theirs, atol=1e-6)
         t = torch.randn(theirs.shape, generator=g)
-        for a, b in zip(torch.autograd.grad(mine, (q, k, v), t), torch.autograd.grad(theirs, (q, k, v), t), strict=True):
+        for a, b in zip(
+            torch.autograd.grad(mine, (q, k, v), t), torch.autograd.grad(theirs, (q, k, v), t), strict=True
+        ):
             assert torch.allclose(a, b, atol=1e-5)

@@ -1,7 +1,7 @@
 """Who am I on a mesh: coordinates of the running rank, from the text of a group alias.
 
-Programs read the same on every rank, so ops receive a mesh by name (``fs[efsdp=2,ep=2]/ep``) and look up at run time where
-they stand. ``as_rank`` lets one process stand for any rank (``fs.simulate`` and tests).
+Programs read the same on every rank, so ops receive a mesh by name (``fs[efsdp=2,ep=2]/ep``) and look up at run time
+where they stand. ``as_rank`` lets one process stand for any rank (``fs.simulate`` and tests).
 """
 
 from __future__ import annotations

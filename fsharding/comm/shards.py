@@ -1,6 +1,7 @@
 """Raw ops on blocks: cut this rank's block, lay uneven blocks side by side, mask what is padding.
 
-Uneven dims are stored in blocks of equal size, padded at the end, so that the local program reads the same on all ranks.
+Uneven dims are stored in blocks of equal size, padded at the end, so that the local program reads the same on all
+ranks.
 """
 
 from __future__ import annotations

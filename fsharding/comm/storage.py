@@ -1,8 +1,8 @@
 """Storage <-> use: gather a stored leaf for use, bring a gradient back to rest. One collective each, on our own groups.
 
-A block is cut from its tensor by tuples of axes per dim. A collective over a set of axes sees its ranks in mesh order, which
-need not be the order of the blocks: the axes' coordinates become dims of their own, are permuted to where they belong and
-merged. For dim 0 in mesh order nothing is permuted and nothing copied.
+A block is cut from its tensor by tuples of axes per dim. A collective over a set of axes sees its ranks in mesh order,
+which need not be the order of the blocks: the axes' coordinates become dims of their own, are permuted to where they
+belong and merged. For dim 0 in mesh order nothing is permuted and nothing copied.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def gather(emit, x: fx.Node, shape, local: Dims) -> fx.Node:
 
 
 def reduce_scatter(emit, x: fx.Node, shape, local: Dims) -> fx.Node:
-    """The sum over the ranks of ``x`` (of ``shape``), cut into this rank's padded block: the transpose of :func:`gather`."""
+    """The sum over the ranks of ``x`` (of ``shape``), cut into this rank's padded block: the transpose of
+    :func:`gather`."""
     mesh = emit.mesh
     axes, per_dim = _plan(mesh, local)
     if not axes:

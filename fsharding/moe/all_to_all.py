@@ -1,7 +1,8 @@
 """Dispatchers as pure functions over the emitter: how a routing's rows travel in the local program.
 
-A dispatcher offers ``plan`` (fills the routing state), ``send`` (token side -> expert side) and ``back`` (its transpose).
-``local`` moves nothing: the weights were gathered. ``all_to_all`` exchanges exact splits over the expert axis.
+A dispatcher offers ``plan`` (fills the routing state), ``send`` (token side -> expert side) and ``back`` (its
+transpose). ``local`` moves nothing: the weights were gathered. ``all_to_all`` exchanges exact splits over the expert
+axis.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ class AllToAll:
         received = emit.call(x.exchange_counts, state.counts, alias)
         emit.note = note
         splits = torch.empty(2, emit.mesh.shape[self.axis], dtype=torch.int64, device="meta")
-        sizes = emit.add(x.host_sizes, (state.counts, received), {}, (splits, state.rows))  # balanced: as many as it sends
+        sizes = emit.add(
+            x.host_sizes, (state.counts, received), {}, (splits, state.rows)
+        )  # balanced: as many as it sends
         splits, rows = emit.items(sizes)
         order, inverse, local = emit.items(emit.call(x.expert_order, received, rows))
         state.extra = dict(splits=splits, order=order, inverse=inverse, alias=alias, sent=state.rows)

@@ -1,7 +1,7 @@
 """Raw ops that move routed rows between the ranks of an expert axis, with exact splits.
 
-Legend: P ranks of the axis, E experts (rank r owns E/P consecutive ones), R rows. Before the exchange rows are sorted by
-expert, so that rank r's rows are one run; after it they arrive by source rank and are sorted by local expert.
+Legend: P ranks of the axis, E experts (rank r owns E/P consecutive ones), R rows. Before the exchange rows are sorted
+by expert, so that rank r's rows are one run; after it they arrive by source rank and are sorted by local expert.
 """
 
 from __future__ import annotations
@@ -88,4 +88,5 @@ exchange = raw_op(
     _exchange,
     lambda x, splits, rows, group, back: x.new_empty(rows, *x.shape[1:]),
 )
-"""Rows to their experts' ranks (or ``back``): [R, D] -> [rows, D]. Sizes are checked on both sides before anything moves."""
+"""Rows to their experts' ranks (or ``back``): [R, D] -> [rows, D]. Sizes are checked on both sides before anything
+moves."""

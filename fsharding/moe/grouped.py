@@ -1,6 +1,7 @@
 """Grouped products of rows sorted by group: the loop that defines them, and PyTorch's grouped GEMM on CUDA.
 
-Legend: R rows, E groups, K and N the dims of one group's matrix. Rows past the last group are zero, values and gradients.
+Legend: R rows, E groups, K and N the dims of one group's matrix. Rows past the last group are zero, values and
+gradients.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ def _groups(group_sizes, rows):
     sizes = group_sizes.tolist()
     if min(sizes, default=0) < 0 or sum(sizes) > rows:
         raise ShardingError(
-            f"`ragged_dot` got group sizes {sizes} for {rows} rows: sizes must not be negative nor exceed the rows in all."
+            f"`ragged_dot` got group sizes {sizes} for {rows} rows: sizes must not be negative nor exceed the rows in "
+            "all."
         )
     end = 0
     for group, size in enumerate(sizes):

@@ -1,7 +1,8 @@
 """The routed steps of a mixture of experts as differentiable ops: what they mean on one device.
 
-Legend: T tokens, k experts a token, R = T·k routed rows, E experts, D model dim, N, X any feature dim. Row r of the routed
-order is slot ``perm[r]`` of the flattened [T, k] choices, token ``perm[r] // k``; ``inverse`` is the inverse permutation.
+Legend: T tokens, k experts a token, R = T·k routed rows, E experts, D model dim, N, X any feature dim. Row r of the
+routed order is slot ``perm[r]`` of the flattened [T, k] choices, token ``perm[r] // k``; ``inverse`` is the inverse
+permutation.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from fsharding.oplib import operands
 class Routing(NamedTuple):
     """Where each routed row comes from. Made by :func:`route`; integers only.
 
-    Fields: ``perm`` and ``inverse`` int64 [T·k], ``group_sizes`` int32 [E] (rows per expert; used outside of the MoE ops
-    it is the global count), ``num_experts``, ``top_k``.
+    Fields: ``perm`` and ``inverse`` int64 [T·k], ``group_sizes`` int32 [E] (rows per expert; used outside of the MoE
+    ops it is the global count), ``num_experts``, ``top_k``.
     """
 
     perm: torch.Tensor

@@ -100,7 +100,8 @@ def _cuda_backward(g, q, k, v, out, lse, mask, causal, scale):
 
 
 def _rows_first(x):
-    """[B, H, S, D] laid out as [B, S, H, D] in memory: what the kernels write, and what the next reshape takes for free."""
+    """[B, H, S, D] laid out as [B, S, H, D] in memory: what the kernels write, and what the next reshape takes for
+    free."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -146,8 +147,8 @@ class _Backward(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *cotangents):
         raise ShardingError(
-            "a second derivative through `scaled_dot_product_attention`: its kernels have none. Write the attention out "
-            "(`softmax(q @ k.mT * scale) @ v`) where you differentiate twice."
+            "a second derivative through `scaled_dot_product_attention`: its kernels have none. Write the attention "
+            "out (`softmax(q @ k.mT * scale) @ v`) where you differentiate twice."
         )
 
 
@@ -190,8 +191,8 @@ def scaled_dot_product_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_caus
     """What stands for ``torch.nn.functional.scaled_dot_product_attention`` inside a traced function."""
     if dropout_p:
         raise ShardingError(
-            "`scaled_dot_product_attention` with dropout draws from torch's generator, which no layout can repeat: write the "
-            "attention out and use `fs.random.dropout`."
+            "`scaled_dot_product_attention` with dropout draws from torch's generator, which no layout can repeat: "
+            "write the attention out and use `fs.random.dropout`."
         )
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     if not enable_gqa and q.ndim == 4 and q.shape[1] != k.shape[1]:

@@ -64,8 +64,9 @@ def abstract(path, x) -> tuple[tuple[int, ...], torch.dtype]:
     if isinstance(x, float):
         return (), torch.get_default_dtype()
     raise ShardingError(
-        f"{path} is a {type(x).__name__}: arguments are tensors, numbers, None and containers of them. Name it in `static_argnums` "
-        "or `static_argnames` if it is a setting, or register its class with optree if it holds tensors."
+        f"{path} is a {type(x).__name__}: arguments are tensors, numbers, None and containers of them. Name it in "
+        "`static_argnums` or `static_argnames` if it is a setting, or register its class with optree if it holds "
+        "tensors."
     )
 
 

@@ -1,7 +1,7 @@
 """Library calls that are rewritten while a function is traced.
 
-A composite such as a loss would reach the graph as whatever kernels one device picks; some of those hide a mean or a mask
-over the whole batch. Here each becomes a few elementary ops (right under any partition) or one op of ours.
+A composite such as a loss would reach the graph as whatever kernels one device picks; some of those hide a mean or a
+mask over the whole batch. Here each becomes a few elementary ops (right under any partition) or one op of ours.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from fsharding.program.source import user_line
 
 
 def rms_norm(input, normalized_shape, weight=None, eps=None):
-    """x / sqrt(mean(x²) + eps) · weight over the trailing dims (Zhang & Sennrich 2019), in float32 for half precision."""
+    """x / sqrt(mean(x²) + eps) · weight over the trailing dims (Zhang & Sennrich 2019), in float32 for half
+    precision."""
     shape = [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
     if list(input.shape[input.ndim - len(shape) :]) != shape:
         raise ShardingError(f"`rms_norm` over {shape}, but the input ends in {tuple(input.shape)}.")

@@ -1,4 +1,5 @@
-"""The last passes over a local program: move updates next to their inputs, write donated inputs in place, free early."""
+"""The last passes over a local program: move updates next to their inputs, write donated inputs in place, free
+early."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ C = torch.ops._c10d_functional
 # Ops whose result may share memory with an operand, or that read it until they are waited for.
 _ALIASING = {
     A.reshape.default, A.permute.default, A.expand.default, A.slice.Tensor, A.select.int, A.unsqueeze.default,
-    A.squeeze.dims, A.split.Tensor, A.split_with_sizes.default, A.unbind.int, A.contiguous.default, C.wait_tensor.default,
-    C.all_gather_into_tensor.default, C.reduce_scatter_tensor.default, C.all_reduce.default,
+    A.squeeze.dims, A.split.Tensor, A.split_with_sizes.default, A.unbind.int, A.contiguous.default,
+    C.wait_tensor.default, C.all_gather_into_tensor.default, C.reduce_scatter_tensor.default, C.all_reduce.default,
 }  # fmt: skip
 
 
@@ -49,7 +50,8 @@ def pull_updates_forward(graph: fx.Graph) -> None:
 
 
 def write_back(program: LocalProgram, donated: Sequence[int], names: Sequence[str]) -> dict[int, int]:
-    """Let outputs take the memory of donated inputs: ``copy_`` as soon as both are at rest. Output index -> input index."""
+    """Let outputs take the memory of donated inputs: ``copy_`` as soon as both are at rest. Output index -> input
+    index."""
     graph, holders = program.graph, [n for n in program.graph.nodes if n.op == "placeholder"]
     pairs = _match(program, donated, names)
     position = {n: i for i, n in enumerate(graph.nodes)}
@@ -103,7 +105,9 @@ def _match(program: LocalProgram, donated, names) -> dict[int, int]:
             if out in taken:
                 continue
             for into in free:
-                if fits(out, into) and (not exact or below_argument(names[out]) == below_argument(program.inputs[into].name)):
+                if fits(out, into) and (
+                    not exact or below_argument(names[out]) == below_argument(program.inputs[into].name)
+                ):
                     taken[out] = into
                     free.remove(into)
                     break

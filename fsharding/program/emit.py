@@ -1,8 +1,8 @@
 """Writes the local program: each call adds one node and computes the shape of its result on meta tensors.
 
-No tracer is involved, so that a program for 4,096 ranks costs what one for 8 costs, and its text holds nothing of the rank
-that wrote it. The number of routed rows is known at run time only: shapes here show what balanced routing gives, and
-whatever takes a number of rows as an argument takes the node that carries it.
+No tracer is involved, so that a program for 4,096 ranks costs what one for 8 costs, and its text holds nothing of the
+rank that wrote it. The number of routed rows is known at run time only: shapes here show what balanced routing gives,
+and whatever takes a number of rows as an argument takes the node that carries it.
 """
 
 from __future__ import annotations

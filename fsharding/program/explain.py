@@ -77,7 +77,7 @@ def num_bytes(x: torch.Tensor) -> int:
     return x.numel() * x.dtype.itemsize
 
 
-# ---- text -------------------------------------------------------------------------------------------------------------
+# ---- text ------------------------------------------------------------------------------------------------------------
 def _tensor_text(val) -> str:
     if isinstance(val, torch.Tensor):
         name = str(val.dtype).removeprefix("torch.")
@@ -151,7 +151,9 @@ def local_text(program: LocalProgram) -> str:
         for n, i in zip(holders, program.inputs, strict=True)
     }
     axes = ", ".join(f"{a}={n}" for a, n in program.mesh.shape.items())
-    header = f"local program of one rank on the mesh ({axes}); routed rows are shown as balanced routing would have them"
+    header = (
+        f"local program of one rank on the mesh ({axes}); routed rows are shown as balanced routing would have them"
+    )
     return graph_text(program.graph, header, specs)
 
 
@@ -161,14 +163,14 @@ def _even(spec, mesh):
     )
 
 
-# ---- memory -----------------------------------------------------------------------------------------------------------
+# ---- memory ----------------------------------------------------------------------------------------------------------
 def memory_analysis(program: LocalProgram) -> dict[str, int]:
     """Bytes on one rank, by liveness over the local program as it runs (each value freed after its last use).
 
     Returns:
-        ``arguments`` (inputs as they rest), ``outputs`` (new memory in results, donation taken into account), ``gathered``,
-        ``gradients`` and ``temporaries`` (each one's own peak), and ``peak``, the peak of all together, arguments included.
-        Workspace inside kernels is not counted; routed rows count as under balanced routing.
+        ``arguments`` (inputs as they rest), ``outputs`` (new memory in results, donation taken into account),
+        ``gathered``, ``gradients`` and ``temporaries`` (each one's own peak), and ``peak``, the peak of all together,
+        arguments included. Workspace inside kernels is not counted; routed rows count as under balanced routing.
     """
     peaks = {"total": 0}
     for _, now in _liveness(program):
@@ -244,9 +246,10 @@ def _category(node: fx.Node) -> str:
     return "gradients" if note.get("phase") == "update" else "temporaries"
 
 
-# ---- cost -------------------------------------------------------------------------------------------------------------
+# ---- cost ------------------------------------------------------------------------------------------------------------
 def flops(graph: fx.Graph) -> int:
-    """Floating-point operations of matrix products and attention (2 per multiply-add); elementwise work is not counted."""
+    """Floating-point operations of matrix products and attention (2 per multiply-add); elementwise work is not
+    counted."""
     return sum(_node_flops(n) for n in graph.nodes)
 
 

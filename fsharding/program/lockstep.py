@@ -1,7 +1,7 @@
 """Run one local program for all ranks of a mesh in one process, node by node: no process groups, exact.
 
-The text of a local program is the same on every rank, so the ranks advance together; a collective is a function from all
-ranks' arguments to all ranks' results.
+The text of a local program is the same on every rank, so the ranks advance together; a collective is a function from
+all ranks' arguments to all ranks' results.
 """
 
 from __future__ import annotations
@@ -103,12 +103,14 @@ def _step(node, mesh, env, args):
 def evaluate(lowered, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Global values in, global values out: cut for every rank, run in lockstep, put together again.
 
-    Padding of uneven blocks is filled with NaN, so that a program that reads it shows. Raises AssertionError where ranks that
-    must hold the same block differ in a bit.
+    Padding of uneven blocks is filled with NaN, so that a program that reads it shows. Raises AssertionError where
+    ranks that must hold the same block differ in a bit.
     """
     local, mesh = lowered.local, lowered.local.mesh
     flat = [torch.as_tensor(x) for x in leaves] + list(lowered.program.constants)
-    blocks = [[_cut(x, spec, mesh, rank) for x, spec in zip(flat, local.inputs, strict=True)] for rank in range(mesh.size)]
+    blocks = [
+        [_cut(x, spec, mesh, rank) for x, spec in zip(flat, local.inputs, strict=True)] for rank in range(mesh.size)
+    ]
     out = run(local.graph, mesh, blocks)
     results = []
     for i, (_, dims, shape) in enumerate(local.outputs):

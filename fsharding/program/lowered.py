@@ -68,8 +68,8 @@ class Lowered:
         if len(texts) > 1:
             listed = "; ".join(f"{text} on ranks {ranks[:8]}" for text, ranks in texts.items())
             raise ShardingError(
-                f"the ranks traced different programs for `{self.name}`: {listed}. Call it with the same shapes, dtypes, specs "
-                "and settings on every rank, and do not branch on the rank inside."
+                f"the ranks traced different programs for `{self.name}`: {listed}. Call it with the same shapes, "
+                "dtypes, specs and settings on every rank, and do not branch on the rank inside."
             )
         return Program(self)
 

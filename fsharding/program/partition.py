@@ -1,9 +1,9 @@
 """From the global program and the inputs' specs to the local program of one rank, the same text on every rank.
 
 The global graph is interpreted once with placed values (``values.py``); each op's rule (``rules.py``) says how blocks
-propagate and writes local ops and explicit collectives through the emitter. Three domains: *placed* values (rows and what is
-computed from them), *stored* values (parameters and states at rest, gathered when they meet rows) and *routed rows*
-(between ``dispatch`` and ``combine``), which are placed values whose first dim carries a pseudo axis.
+propagate and writes local ops and explicit collectives through the emitter. Three domains: *placed* values (rows and
+what is computed from them), *stored* values (parameters and states at rest, gathered when they meet rows) and *routed
+rows* (between ``dispatch`` and ``combine``), which are placed values whose first dim carries a pseudo axis.
 """
 
 from __future__ import annotations
@@ -155,8 +155,8 @@ class Partition:
 
     def refuse(self, why: str):
         self.fail(
-            f"{why}. No rule is verified for this case; compute it on unsharded values (for stored values: on rows), write it "
-            "with other ops, or by hand with `fs.shard_map`"
+            f"{why}. No rule is verified for this case; compute it on unsharded values (for stored values: on rows), "
+            "write it with other ops, or by hand with `fs.shard_map`"
         )
 
     # ---- values ---------------------------------------------------------------------------------------------------
@@ -194,8 +194,8 @@ class Partition:
             for axes, s in zip(value.dims, stay, strict=True):
                 if self._real(axes)[: len(self._real(s))] != self._real(s):
                     self.fail(
-                        f"{value.name or 'a stored value'} is split over {axes}: the axes that stay in use, {s}, must be the "
-                        "major ones of their tuple"
+                        f"{value.name or 'a stored value'} is split over {axes}: the axes that stay in use, {s}, must "
+                        "be the major ones of their tuple"
                     )
             note = self.emit.note
             self.emit.note = {**note, "param": value.name}
@@ -265,8 +265,8 @@ class Partition:
             elif have_real != want_real:
                 if have_real != want_real[: len(have_real)]:
                     self.fail(
-                        f"dim {dim} of one operand is split over {have_real}, of another over {want_real}. Rows never move on "
-                        "their own: give both the same spec"
+                        f"dim {dim} of one operand is split over {have_real}, of another over {want_real}. Rows never "
+                        "move on their own: give both the same spec"
                     )
                 self.local_size(x.shape[dim], want)
                 rest = want_real[len(have_real) :]
@@ -300,7 +300,8 @@ class Partition:
         have = [storage.real_axes(self.mesh, axes) for axes in x.dims]
         todo = [storage.real_axes(self.mesh, axes)[len(h) :] for axes, h in zip(dims, have, strict=True)]
         summed = tuple(tuple(a for a in axes if a in x.partial) for axes in todo)
-        # A cut over axes that are not summed must come first where it is major to a summed axis: rare, so cut all first.
+        # A cut over axes that are not summed must come first where it is major to a summed axis: rare, so cut all
+        # first.
         plain = tuple(tuple(a for a in axes if a not in x.partial) for axes in todo)
         shape = [self.local_size(n, h) for n, h in zip(x.shape, have, strict=True)]
         node = x.node
@@ -386,8 +387,8 @@ def _mixed_rows(have, want, size):
     if is_routed(have) and is_routed(want):
         return "rows of two different routings meet: combine each before they are used together"
     return (
-        f"routed rows meet a value of {size} rows that is not routed. Between `dispatch` and `combine` only row-wise ops, "
-        "`ragged_dot` and `expand` are legal"
+        f"routed rows meet a value of {size} rows that is not routed. Between `dispatch` and `combine` only row-wise "
+        "ops, `ragged_dot` and `expand` are legal"
     )
 
 

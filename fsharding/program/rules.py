@@ -22,7 +22,7 @@ from fsharding.random import draw_raw
 A = torch.ops.aten
 
 
-# ---- creation ---------------------------------------------------------------------------------------------------------
+# ---- creation --------------------------------------------------------------------------------------------------------
 def constant(value_of):
     def rule(p, node, args, kwargs):
         val = node.meta["val"]
@@ -54,7 +54,9 @@ def draw(p: Partition, node, args, kwargs):
 
     def make(dims):
         p.local_shape(shape, dims)  # refuses what does not divide
-        node = p.emit.call(shards.draw_shard, p.total(key).node, list(shape), kind, dtype, shards.encode_dims(dims), mesh)
+        node = p.emit.call(
+            shards.draw_shard, p.total(key).node, list(shape), kind, dtype, shards.encode_dims(dims), mesh
+        )
         return Placed(node, tuple(shape), dims)
 
     return Lazy(make, tuple(shape), dtype)
@@ -105,7 +107,8 @@ def _attention_labels(node, x, kind):
 
 
 def _attention(p, node, operands, tensors, rest, outs):
-    # A cut of the head dim must cut query and key heads alike; `align` checks that the axes agree, sizes divide or raise.
+    # A cut of the head dim must cut query and key heads alike; `align` checks that the axes agree, sizes divide or
+    # raise.
     placed, found = p.align(operands)
     it = iter(placed)
     local = [None if x is None else next(it).node for x in tensors]
@@ -297,12 +300,15 @@ RULES = {
 # Elementwise ops that PyTorch (or an older version of it) does not tag as such.
 _POINTWISE = {
     getattr(getattr(A, name), overload)
-    for name, overload in (entry.split(".") for entry in """masked_fill.Scalar masked_fill.Tensor silu_backward.default
-        gelu_backward.default fmod.Tensor leaky_relu.default leaky_relu_backward.default elu.default elu_backward.default
-        hardtanh.default hardtanh_backward.default hardswish.default hardswish_backward.default hardsigmoid.default
-        hardsigmoid_backward.default softplus.default softplus_backward.default threshold.default threshold_backward.default
-        mish.default mish_backward.default sigmoid_backward.default tanh_backward.default nan_to_num.default
-        log_sigmoid_backward.default""".split())
+    for name, overload in (
+        entry.split(".")
+        for entry in """masked_fill.Scalar masked_fill.Tensor silu_backward.default
+        gelu_backward.default fmod.Tensor leaky_relu.default leaky_relu_backward.default elu.default
+        elu_backward.default hardtanh.default hardtanh_backward.default hardswish.default hardswish_backward.default
+        hardsigmoid.default hardsigmoid_backward.default softplus.default softplus_backward.default threshold.default
+        threshold_backward.default mish.default mish_backward.default sigmoid_backward.default tanh_backward.default
+        nan_to_num.default log_sigmoid_backward.default""".split()
+    )
 }
 
 
@@ -311,7 +317,8 @@ def _random(p: Partition, node, args, kwargs):
 
 
 def rule_for(target):
-    """The rule that serves an op; ops without one run on values that every rank holds whole, and are refused otherwise."""
+    """The rule that serves an op; ops without one run on values that every rank holds whole, and are refused
+    otherwise."""
     if target in RULES:
         return RULES[target]
     tags = getattr(target, "tags", ())

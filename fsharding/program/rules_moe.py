@@ -37,8 +37,8 @@ def route(p: Partition, node, args, kwargs):
     axis = _expert_axis(p)
     if axis and num_experts % p.mesh.shape[axis]:
         p.fail(
-            f"{num_experts} experts cannot be split over the {p.mesh.shape[axis]} ranks of axis {axis!r}: the number of experts "
-            "must be a multiple of it"
+            f"{num_experts} experts cannot be split over the {p.mesh.shape[axis]} ranks of axis {axis!r}: the number "
+            "of experts must be a multiple of it"
         )
     if is_routed(x.dims[0]) or p._real(x.dims[1]):
         p.refuse("routing needs whole rows of choices")
@@ -95,8 +95,8 @@ def _rows(p, value, state):
     x = p.total(value)
     if x.dims[0] != want:
         p.fail(
-            "it takes rows that `dispatch` made with the same routing (and only row-wise ops since). These rows come from "
-            + ("another routing" if is_routed(x.dims[0]) else "elsewhere")
+            "it takes rows that `dispatch` made with the same routing (and only row-wise ops since). These rows come "
+            "from " + ("another routing" if is_routed(x.dims[0]) else "elsewhere")
         )
     return x
 
@@ -155,7 +155,7 @@ def combine_w(p: Partition, node, args, kwargs):
     return Placed(out, p.shape_of_meta(), (state.token_axes, ()), frozenset(p._real(dims.get(1, ()))))
 
 
-# ---- experts ----------------------------------------------------------------------------------------------------------
+# ---- experts ---------------------------------------------------------------------------------------------------------
 def _weights(p, value, state, what):
     """Per-expert values with the group dim split as the experts are, whole in the data axes otherwise."""
     axes = state.expert_axes
@@ -176,8 +176,9 @@ def _not_leading(p, name, dims, axes):
     from fsharding.annotate.spec import P
 
     p.fail(
-        f"the experts of {name} are split over {dims[0] or 'nothing'}, but tokens travel over {axes}. Its spec must lead with that "
-        f"axis, as in {P(axes[0], 'efsdp') if len(dims) > 1 else P(axes[0])}; or shard with `experts=None`"
+        f"the experts of {name} are split over {dims[0] or 'nothing'}, but tokens travel over {axes}. Its spec must "
+        f"lead with that axis, as in {P(axes[0], 'efsdp') if len(dims) > 1 else P(axes[0])}; or shard with "
+        "`experts=None`"
     )
 
 

@@ -97,7 +97,7 @@ def _later(p: Partition, node, args, kwargs):
     return Lazy(make, p.shape_of_meta(), node.meta["val"].dtype)
 
 
-# ---- stored values ----------------------------------------------------------------------------------------------------
+# ---- stored values ---------------------------------------------------------------------------------------------------
 def _stored(p: Partition, node, args, kwargs):
     """Arithmetic among values at rest stays at rest, if no operand is made of rows."""
     shape = p.shape_of_meta()
@@ -130,7 +130,7 @@ def _at_rest(p, value, lead: Stored) -> fx.Node:
     return p.rest(p.total(x), want).node
 
 
-# ---- pending sums -----------------------------------------------------------------------------------------------------
+# ---- pending sums ----------------------------------------------------------------------------------------------------
 def _linear(p, node, args, kwargs):
     """The op commutes with the sum over ranks: leave it pending. None where it does not."""
     target = node.target
@@ -237,7 +237,7 @@ def _parts(x):
     return None
 
 
-# ---- placed values ----------------------------------------------------------------------------------------------------
+# ---- placed values ---------------------------------------------------------------------------------------------------
 def _placed(p: Partition, node, args, kwargs):
     shape = p.shape_of_meta()
     values = [_effective(p, a) if isinstance(a, VALUES) else a for a in args]

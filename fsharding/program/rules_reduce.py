@@ -15,7 +15,7 @@ from fsharding.program.values import Const, GroupSizes, Placed, Stored, is_route
 A = torch.ops.aten
 
 
-# ---- reductions -------------------------------------------------------------------------------------------------------
+# ---- reductions ------------------------------------------------------------------------------------------------------
 def _dims(args, kwargs, position, ndim, name="dim"):
     dims = args[position] if len(args) > position else kwargs.get(name)
     if dims is None or dims == []:
@@ -28,7 +28,8 @@ def _keep(args, kwargs):
 
 
 def sum_(p: Partition, node, args, kwargs):
-    """Local sums, pending over the axes that split a summed dim. Stored values: a local sum of the block, nothing moves."""
+    """Local sums, pending over the axes that split a summed dim. Stored values: a local sum of the block, nothing
+    moves."""
     x, dtype = args[0], kwargs.get("dtype")
     dims = _dims(args, kwargs, 1, len(_shape(x)))
     if isinstance(x, Stored):
@@ -57,7 +58,8 @@ def _sum(p, node, x: Placed, dims, keepdim, dtype):
 def _no_forward_routed(p, node, x, dims):
     if phase_of(node) == "forward" and any(is_routed(x.dims[d]) for d in dims):
         p.fail(
-            "a reduction over routed rows. Between `dispatch` and `combine` only row-wise ops are legal: reduce after `combine`"
+            "a reduction over routed rows. Between `dispatch` and `combine` only row-wise ops are legal: reduce after "
+            "`combine`"
         )
 
 
@@ -162,7 +164,7 @@ def _whole(p, x, dims, what):
             p.refuse(f"{what} along a dim that is split over {x.dims[d]}")
 
 
-# ---- products ---------------------------------------------------------------------------------------------------------
+# ---- products --------------------------------------------------------------------------------------------------------
 def mm(p, node, args, kwargs):
     return p.contract(A.mm.default, [(args[0], "mk"), (args[1], "kn")], "mn")
 
@@ -198,9 +200,10 @@ def addmm(p: Partition, node, args, kwargs):
     return Placed(p.emit.call(A.add.Tensor, out.node, beta), shape, out.dims)
 
 
-# ---- along one dim ----------------------------------------------------------------------------------------------------
+# ---- along one dim ---------------------------------------------------------------------------------------------------
 def along(positions, dim_of, outputs=None):
-    """A rule for ops whose tensor operands (at ``positions``) share all dims, of which those in ``dim_of`` must be whole."""
+    """A rule for ops whose tensor operands (at ``positions``) share all dims, of which those in ``dim_of`` must be
+    whole."""
 
     def rule(p: Partition, node, args, kwargs):
         values = [args[i] for i in positions]

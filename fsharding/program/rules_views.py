@@ -1,4 +1,5 @@
-"""Ops that rearrange: reshapes, permutations, slices, joins. Pending sums pass through; a view of a stored value waits."""
+"""Ops that rearrange: reshapes, permutations, slices, joins. Pending sums pass through; a view of a stored value
+waits."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ A = torch.ops.aten
 
 
 def view_rule(rule):
-    """A rule of one operand, ``rule(p, node, x: Placed, *args) -> Placed | Spread``; other domains are dealt with here."""
+    """A rule of one operand, ``rule(p, node, x: Placed, *args) -> Placed | Spread``; other domains are dealt with
+    here."""
 
     @functools.wraps(rule)
     def wrapped(p: Partition, node, args, kwargs):
@@ -58,7 +60,8 @@ def reshape(p, node, x, sizes, *rest, **kwargs):
 
 
 def reshaped_dims(p: Partition, before, after, dims):
-    """Where the axes go. Within a group of dims with one product, a block is a contiguous run if only major dims are cut."""
+    """Where the axes go. Within a group of dims with one product, a block is a contiguous run if only major dims are
+    cut."""
     out = [()] * len(after)
     for ins, outs in groups(before, after):
         ins, wide = [d for d in ins if before[d] != 1], [d for d in outs if after[d] != 1]
@@ -88,8 +91,8 @@ def _spread_axes(p, flat, outs, before, after, out):
             position, left = position + 1, after[outs[position + 1]]
         if left % n:
             p.refuse(
-                f"reshape from {tuple(before)} to {tuple(after)}: axis {axis!r} of size {n} would split a dim that it does not "
-                "divide"
+                f"reshape from {tuple(before)} to {tuple(after)}: axis {axis!r} of size {n} would split a dim that it "
+                "does not divide"
             )
         if outs:
             out[outs[position]] += (axis,)

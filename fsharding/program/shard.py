@@ -35,8 +35,8 @@ _jit_disabled: contextvars.ContextVar[bool] = contextvars.ContextVar("fsharding_
 def disable_jit():
     """Inside, sharded functions run as plain single-device PyTorch over gathered values, for ``pdb`` and prints.
 
-    Every rank computes everything. Results that correspond to a stored argument (same key path, shape and dtype) are placed
-    as it was.
+    Every rank computes everything. Results that correspond to a stored argument (same key path, shape and dtype) are
+    placed as it was.
     """
     token = _jit_disabled.set(True)
     try:
@@ -56,8 +56,8 @@ class Schedule:
     def __post_init__(self):
         if self.prefetch or self.regather:
             raise ShardingError(
-                f"{self!r}: prefetching and gathering again for the backward pass are not available in this version. Use "
-                "`Schedule(prefetch=0, regather=False)`, the default."
+                f"{self!r}: prefetching and gathering again for the backward pass are not available in this version. "
+                "Use `Schedule(prefetch=0, regather=False)`, the default."
             )
 
 
@@ -98,14 +98,17 @@ def shard(
     Args:
         fn: a pure function of trees of tensors and numbers. It is traced once per structure, shapes, dtypes and specs.
         mesh: where it runs; None takes the mesh of the first sharded argument.
-        in_specs: a tree prefix of the positional arguments (one entry each); None lets every DTensor leaf bring its spec,
+        in_specs: a tree prefix of the positional arguments (one entry each); None lets every DTensor leaf bring its
+            spec,
             plain tensors being global values that every rank holds.
         out_specs: a tree prefix of the result that overrides where results live.
-        stored_argnums: arguments at rest (parameters, optimizer state): gathered where they meet rows. Donated arguments too.
+        stored_argnums: arguments at rest (parameters, optimizer state): gathered where they meet rows. Donated
+            arguments too.
         donate_argnums: arguments whose memory the results take over. They must not be used afterwards.
         static_argnums, static_argnames: arguments that are part of the program: hashable settings, strings, callables.
         precision: a :class:`Precision`, or just its compute dtype.
-        experts: :class:`Experts`; "auto" means ``Experts("ep")`` where the mesh has that axis; None gathers experts as any weight.
+        experts: :class:`Experts`; "auto" means ``Experts("ep")`` where the mesh has that axis; None gathers experts as
+            any weight.
         schedule: a :class:`Schedule`.
         backend: "eager".
         strict: refuse ops that fall back to replicated operands. (In this version every such op is refused anyway.)
@@ -220,26 +223,30 @@ class Sharded:
             if isinstance(x, torch.Tensor):
                 if getattr(x, "_fsharding_donated", None):
                     raise ShardingError(
-                        f"{path} was donated to {x._fsharding_donated} and no longer holds a value: use the result that took its "
-                        "place, or leave the argument out of `donate_argnums`."
+                        f"{path} was donated to {x._fsharding_donated} and no longer holds a value: use the result "
+                        "that took its place, or leave the argument out of `donate_argnums`."
                     )
                 if at_rest:
                     same = identity_of(x)
                     if same in seen:
                         raise ShardingError(
-                            f"{seen[same]} and {path} are one tensor in a stored tree. Tie weights by using one leaf twice in the "
-                            "function; or clone it to have two."
+                            f"{seen[same]} and {path} are one tensor in a stored tree. Tie weights by using one leaf "
+                            "twice in the function; or clone it to have two."
                         )
                     seen[same] = path
                 if x.requires_grad and torch.is_grad_enabled():
                     raise ShardingError(
-                        f"{path} requires grad: gradients from outside of a sharded function are not available in this version. "
-                        "Use `fs.shard(fs.value_and_grad(loss), mesh)`, or `.detach()` it."
+                        f"{path} requires grad: gradients from outside of a sharded function are not available in "
+                        "this version. Use `fs.shard(fs.value_and_grad(loss), mesh)`, or `.detach()` it."
                     )
 
     def _key(self, call: Call):
         leaves = tuple(
-            compat.placement_key(x) if isinstance(x, DTensor) else (x.shape, x.dtype) if isinstance(x, torch.Tensor) else type(x)
+            compat.placement_key(x)
+            if isinstance(x, DTensor)
+            else (x.shape, x.dtype)
+            if isinstance(x, torch.Tensor)
+            else type(x)
             for x in call.leaves
         )
         return call.treedef, leaves, call.static, call.mesh
@@ -256,7 +263,8 @@ class Sharded:
                 have = dims_of(x)
                 if spec is not None and cut_axes(mesh, have) != cut_axes(mesh, dims):
                     raise ShardingError(
-                        f"{path} is placed as {spec_of(x)}, but `in_specs` says {spec}. Leave `in_specs` out, or `fs.reshard` it."
+                        f"{path} is placed as {spec_of(x)}, but `in_specs` says {spec}. Leave `in_specs` out, or "
+                        "`fs.reshard` it."
                     )
                 dims = have
             check_sizes(shape, dims, mesh.shape, mesh.model_axes, path, even=not at_rest)
@@ -300,8 +308,8 @@ class Sharded:
                     result["fixed"][i] = x
                 else:
                     raise ShardingError(
-                        f"the function returns a {type(x).__name__} at {path or 'the top'}: results are tensors, numbers, strings, "
-                        "None and containers of them."
+                        f"the function returns a {type(x).__name__} at {path or 'the top'}: results are tensors, "
+                        "numbers, strings, None and containers of them."
                     )
             return tensors
 
@@ -362,8 +370,9 @@ class Sharded:
         gathers = any(n.meta.get("custom", {}).get("collective") == "all_gather" for n in local.graph.nodes)
         if mesh.size > 1 and not rows and gathers:
             warnings.warn(
-                f"`{getattr(self.fn, '__name__', 'the function')}` got no argument whose rows are split over the mesh: every rank "
-                "computes everything. Place the batch with `fs.device_put(batch, mesh, P(mesh.data_axes))` or `fs.from_local`.",
+                f"`{getattr(self.fn, '__name__', 'the function')}` got no argument whose rows are split over the "
+                "mesh: every rank computes everything. Place the batch with `fs.device_put(batch, mesh, "
+                "P(mesh.data_axes))` or `fs.from_local`.",
                 stacklevel=4,
             )
 

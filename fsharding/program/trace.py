@@ -1,9 +1,9 @@
 """From a user's function to one graph of core ops: the *global program*, independent of device and mesh.
 
 Two phases. First the function runs once on fake CPU tensors under ``make_fx`` with ``torch.func`` transforms and all;
-composites are rewritten (``composites.py``), closed-over tensors become inputs, every node notes the user's line and its
-phase. Then the *graph* is functionalised and decomposed to a small core. (Functionalising the function itself fails on any
-``autograd.Function``.)
+composites are rewritten (``composites.py``), closed-over tensors become inputs, every node notes the user's line and
+its phase. Then the *graph* is functionalised and decomposed to a small core. (Functionalising the function itself fails
+on any ``autograd.Function``.)
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ class GlobalProgram:
 
 
 # Kernels that are kept whole: they matter for speed, and their rules are as simple as those of their parts.
-_KEEP = """sum mean _softmax _softmax_backward_data _log_softmax _log_softmax_backward_data silu silu_backward gelu gelu_backward
+_KEEP = """sum mean _softmax _softmax_backward_data _log_softmax _log_softmax_backward_data silu silu_backward gelu
+gelu_backward
     native_layer_norm native_layer_norm_backward embedding_dense_backward t split split_with_sizes addmm _to_copy
     baddbmm stack transpose sigmoid_backward tanh_backward""".split()
 
@@ -103,8 +104,8 @@ class _Constants:
             return x
         if isinstance(x, torch.distributed.tensor.DTensor):
             raise ShardingError(
-                f"the function closes over a sharded tensor {tuple(x.shape)}: pass it as an argument (closed-over tensors are "
-                "constants that every rank holds in full)."
+                f"the function closes over a sharded tensor {tuple(x.shape)}: pass it as an argument (closed-over "
+                "tensors are constants that every rank holds in full)."
             )
         if id(x) not in self.seen:
             with compat.no_modes():
@@ -156,8 +157,8 @@ def trace(fn: Callable, inputs: Sequence[torch.Tensor], on_gradient: Callable | 
 def _refuse_host_read(node: fx.Node) -> None:
     if node.target in (A._local_scalar_dense.default, A.item.default, A.equal.default, A.is_nonzero.default):
         raise ShardingError(
-            f"{line_of(node)}: `{node.target}` reads a tensor's value on the host, inside a function that is traced for all "
-            "ranks. Keep it a tensor, return it, or compute it before the call."
+            f"{line_of(node)}: `{node.target}` reads a tensor's value on the host, inside a function that is traced "
+            "for all ranks. Keep it a tensor, return it, or compute it before the call."
         )
 
 
@@ -175,8 +176,8 @@ class _readable:
         if data_dependent:
             raise ShardingError(
                 f"{error_line(error)}: the shape of a result, or which way Python goes, depends on the data here "
-                f"({name}: {str(error).splitlines()[0]}). A sharded function is traced once: use `torch.where`, a fixed "
-                "size, or compute this before the call."
+                f"({name}: {str(error).splitlines()[0]}). A sharded function is traced once: use `torch.where`, a "
+                "fixed size, or compute this before the call."
             ) from error
         if (line := error_line(error)) is not None:
             error.add_note(f"while `fs.shard` traced the function, at {line}")
@@ -220,8 +221,8 @@ def _refuse_hidden_mutation(gm: fx.GraphModule) -> None:
         name = str(node.target)
         if "batch_norm" in name and any(isinstance(a, fx.Node) for a in node.args[3:5]):
             raise ShardingError(
-                f"{line_of(node)}: `batch_norm` with running statistics changes its arguments. Compute the statistics with "
-                "`mean` and `var` and return the new running values from the function."
+                f"{line_of(node)}: `batch_norm` with running statistics changes its arguments. Compute the statistics "
+                "with `mean` and `var` and return the new running values from the function."
             )
 
 
@@ -230,7 +231,20 @@ def _mutates(node: fx.Node) -> bool:
     return node.op == "call_function" and schema is not None and schema.is_mutable
 
 
-_VIEWS = ("view", "slice", "select", "permute", "transpose", "t", "unsqueeze", "squeeze", "expand", "alias", "detach", "split")
+_VIEWS = (
+    "view",
+    "slice",
+    "select",
+    "permute",
+    "transpose",
+    "t",
+    "unsqueeze",
+    "squeeze",
+    "expand",
+    "alias",
+    "detach",
+    "split",
+)
 
 
 def _refuse_mutated_inputs(gm: fx.GraphModule) -> None:

@@ -36,9 +36,9 @@ class Precision:
     """Mixed precision of a sharded function.
 
     Floating leaves of the differentiated (stored) argument and of the batch are cast to ``compute`` where the
-    differentiated function begins: stored leaves before their gather, so that fewer bytes travel. Gradients come in each
-    leaf's own dtype; what is summed over ranks is summed in ``reduce``. A function without ``fs.grad`` inside is cast at
-    its entry.
+    differentiated function begins: stored leaves before their gather, so that fewer bytes travel. Gradients come in
+    each leaf's own dtype; what is summed over ranks is summed in ``reduce``. A function without ``fs.grad`` inside is
+    cast at its entry.
 
     Args:
         compute: dtype of the forward and backward pass (name or ``torch.dtype``).
@@ -115,8 +115,8 @@ def check_gradient_scope(grad, x):
     scope = _scope.get()
     if scope is not None and scope.precision is not None and not scope.depth:
         raise ShardingError(
-            "`precision=` casts where `fs.grad` or `fs.value_and_grad` begins; this function differentiates with `torch.func`. "
-            "Use `fs.value_and_grad`, or cast by hand."
+            "`precision=` casts where `fs.grad` or `fs.value_and_grad` begins; this function differentiates with "
+            "`torch.func`. Use `fs.value_and_grad`, or cast by hand."
         )
 
 
@@ -131,7 +131,8 @@ def value_and_grad(fn: Callable, argnums: int | Sequence[int] = 0, has_aux: bool
     itself differentiated, so fused backward kernels stay fused.
 
     Raises:
-        ShardingError: leaves that are not floating tensors, a value that is not 0-d, DTensor leaves outside of ``shard``.
+        ShardingError: leaves that are not floating tensors, a value that is not 0-d, DTensor leaves outside of
+            ``shard``.
     """
     lifted = getattr(fn, "_transformed", None)
     if lifted is not None:  # the gradient of a sharded function is the sharded gradient
@@ -217,8 +218,8 @@ def _check_leaves(paths, leaves):
         if not isinstance(x, torch.Tensor) or not x.is_floating_point():
             kind = f"a tensor of dtype {x.dtype}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
             raise ShardingError(
-                f"cannot differentiate with respect to {_argument(path)}: it is {kind}, not a floating tensor. Keep integers and "
-                "settings in another argument, or close over them."
+                f"cannot differentiate with respect to {_argument(path)}: it is {kind}, not a floating tensor. Keep "
+                "integers and settings in another argument, or close over them."
             )
         if isinstance(x, DTensor):
             raise ShardingError(
@@ -240,8 +241,8 @@ def _scalar(out, has_aux):
             f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
         )
         raise ShardingError(
-            f"a differentiated function returns one floating 0-d value, got {what}. Sum or average it (for extra results use "
-            "`has_aux=True`)."
+            f"a differentiated function returns one floating 0-d value, got {what}. Sum or average it (for extra "
+            "results use `has_aux=True`)."
         )
     return out
 
@@ -249,7 +250,8 @@ def _scalar(out, has_aux):
 def microbatches(batch: Any, n: int) -> list[Any]:
     """The batch in ``n`` equal parts, a list of trees: row r of part i is row ``r·n + i``.
 
-    Strided, so that each part is split over the mesh as the batch is and no row moves. Numbers and 0-d leaves are repeated.
+    Strided, so that each part is split over the mesh as the batch is and no row moves. Numbers and 0-d leaves are
+    repeated.
 
     Raises:
         ShardingError: a leading dim that ``n`` does not divide, naming the leaf.
@@ -276,12 +278,13 @@ def accumulate(fn: Callable, n: int = 1) -> Callable:
     """Loss and gradients over ``n`` micro-batches with one normalisation for all.
 
     Args:
-        fn: ``fn(params, *batch) -> (loss_sum, weight)``: the *sum* of the losses of valid tokens and their number (or weight).
+        fn: ``fn(params, *batch) -> (loss_sum, weight)``: the *sum* of the losses of valid tokens and their number (or
+            weight).
 
     Returns:
-        ``run(params, *batch) -> (loss, grads)`` with ``loss = Σ loss_sum / Σ weight`` and its gradient: ragged and masked
-        batches, ranks and micro-batches give what one device gives for the whole batch. A weight of zero in all gives zeros.
-        Gradients of half-precision leaves are accumulated in float32.
+        ``run(params, *batch) -> (loss, grads)`` with ``loss = Σ loss_sum / Σ weight`` and its gradient: ragged and
+        masked batches, ranks and micro-batches give what one device gives for the whole batch. A weight of zero in all
+        gives zeros. Gradients of half-precision leaves are accumulated in float32.
     """
     lifted = getattr(fn, "_transformed", None)
     if lifted is not None:

@@ -1,6 +1,7 @@
 """What the interpreter of the global program holds in place of tensors.
 
-``dims`` is always one tuple of mesh axes per tensor dim, major to minor. Shapes are global; a node's own shape is local.
+``dims`` is always one tuple of mesh axes per tensor dim, major to minor. Shapes are global; a node's own shape is
+local.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ class Const:
 
 @dataclass(eq=False)
 class Lazy:
-    """Random numbers, or what is made of them alone: ``make(dims)`` writes the block once it is known which is needed."""
+    """Random numbers, or what is made of them alone: ``make(dims)`` writes the block once it is known which is
+    needed."""
 
     make: Any
     shape: tuple[int, ...]
@@ -89,7 +91,8 @@ class Lazy:
 
 @dataclass(eq=False)
 class Spread:
-    """``base`` (same number of dims, some of size 1) expanded to ``shape``: stays small until it meets a placed value."""
+    """``base`` (same number of dims, some of size 1) expanded to ``shape``: stays small until it meets a placed
+    value."""
 
     base: Placed
     shape: tuple[int, ...]
