@@ -192,17 +192,17 @@ class Trainer:
         first, args = [], self.args
         columns = (BarColumn(20), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
         with Progress(*columns, console=self.console) as progress:
-            task, then = progress.add_task("compiling", total=args.steps), None
+            task = progress.add_task("compiling", total=args.steps)
+            then, done = time.perf_counter(), 0
             for i in range(args.steps):
                 batch = self.place(self.batch(i))
                 self.params, self.state, metrics = self.step(self.params, self.state, batch)
                 if i < PARITY_STEPS:
                     first.append(numbers(metrics))
-                if i == 0:
-                    then = time.perf_counter()  # the first step compiles
                 if i % 10 == 0 or i == args.steps - 1:
-                    shown = numbers(metrics)
-                    speed = i * args.batch * args.seq / max(time.perf_counter() - then, 1e-9)
+                    shown, now = numbers(metrics), time.perf_counter()  # reading the numbers waits for the step
+                    speed = (i - done) * args.batch * args.seq / max(now - then, 1e-9)  # since the last look
+                    then, done = now, i
                     text = f"loss {shown['loss']:.3f}  |g| {shown['grad_norm']:.2f}  {speed:,.0f} tokens/s"
                     progress.update(task, completed=i + 1, description=text)
                     if not self.console.is_terminal and (i % 50 == 0 or i == args.steps - 1):

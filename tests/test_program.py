@@ -12,6 +12,7 @@ import fsharding as fs
 from fsharding import P
 from fsharding import tree as trees
 from fsharding.annotate.spec import normalize
+from fsharding.models import qwen3_moe
 from fsharding.program import explain
 
 ROWS = P(("replicate", "efsdp", "ep"))
@@ -80,6 +81,40 @@ def test_every_rank_does_its_share(layout):
     kinds = {c.kind for c in low.collectives()}
     assert kinds <= {"all_gather", "reduce_scatter", "all_reduce", "all_to_all"}
     assert all(c.param for c in low.collectives() if c.kind in ("all_gather", "reduce_scatter")), "rows were gathered"
+
+
+def test_the_examples_step_is_parallel_in_every_layout():
+    """The Qwen3-MoE step of the training example: no rank does more than its share, no rows are gathered."""
+    cfg = qwen3_moe.Config(
+        vocab_size=256, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        moe_intermediate_size=96, num_experts=8, num_experts_per_tok=2,
+    )  # fmt: skip
+    mesh = fs.make_mesh({"replicate": 1, "efsdp": 2, "ep": 2}, fake=True)
+    axes = qwen3_moe.axes(cfg)
+    optimizer = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(1e-3))
+
+    def step(params, state, b):
+        def mean(params):
+            total, weight = qwen3_moe.loss(params, b, cfg)
+            return total / weight
+
+        value, grads = fs.value_and_grad(mean)(params)
+        updates, state = optimizer.update(grads, state, params)
+        return fs.optim.apply_updates(params, updates), state, value
+
+    tokens = fs.ShapeDtype((16, 64), torch.int64, ROWS)
+    for layout in ("fsdp", "hsdp", "dp2ep", "legacy_ep"):
+        params = fs.init(axes, mesh, getattr(fs.layouts, layout)(mesh)(axes))
+        experts = "auto" if "ep" in layout else None
+        step_on_mesh = fs.shard(step, mesh, donate_argnums=(0, 1), experts=experts)
+        low = step_on_mesh.lower(params, optimizer.init(params), {"tokens": tokens, "labels": tokens})
+        cost = low.cost_analysis()
+        assert cost["flops"] * mesh.size <= 1.05 * cost["global_flops"], layout
+        assert all(c.param for c in low.collectives() if c.kind == "all_gather"), layout
+        if layout == "dp2ep":
+            gathers = [c for c in low.collectives() if c.kind == "all_gather"]
+            assert not [c for c in gathers if "w_in" in c.param or "w_out" in c.param if "ep" in c.axes]
+            assert len({c.param for c in gathers}) == len(gathers)
 
 
 def test_a_routing_costs_one_plan_and_four_exchanges():

@@ -7,6 +7,8 @@ permutation.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from fsharding.errors import ShardingError
@@ -136,32 +138,32 @@ segment_sum_raw = raw_op(
 )
 
 # Each op and its transposes; every one is multilinear, so the family is closed under differentiation.
-dispatch = multilinear(dispatch_raw, 1, lambda: [lambda g, x, *r: dispatch_t(g, *r)])
-dispatch_t = multilinear(dispatch_t_raw, 1, lambda: [lambda g, x, *r: dispatch(g, *r)])
-combine = multilinear(
+dispatch: Callable = multilinear(dispatch_raw, 1, lambda: [lambda g, x, *r: dispatch_t(g, *r)])
+dispatch_t: Callable = multilinear(dispatch_t_raw, 1, lambda: [lambda g, x, *r: dispatch(g, *r)])
+combine: Callable = multilinear(
     combine_raw,
     2,
     lambda: [lambda g, y, w, *r: combine_t(g, w, *r), lambda g, y, w, *r: combine_w(g, y, *r, w.shape[1])],
 )
-combine_t = multilinear(
+combine_t: Callable = multilinear(
     combine_t_raw,
     2,
     lambda: [lambda h, g, w, *r: combine(h, w, *r), lambda h, g, w, *r: combine_w(g, h, *r, w.shape[1])],
 )
-combine_w = multilinear(
+combine_w: Callable = multilinear(
     combine_w_raw,
     2,
     lambda: [lambda c, g, y, p, i, k: combine(y, c, p, i), lambda c, g, y, p, i, k: combine_t(g, c, p, i)],
 )
-ragged_dot = multilinear(
+ragged_dot: Callable = multilinear(
     ragged_dot_raw,
     2,
     lambda: [lambda g, x, w, n: ragged_dot(g, w.mT, n), lambda g, x, w, n: ragged_dw(x, g, n)],
 )
-ragged_dw = multilinear(
+ragged_dw: Callable = multilinear(
     ragged_dw_raw,
     2,
     lambda: [lambda c, x, g, n: ragged_dot(g, c.mT, n), lambda c, x, g, n: ragged_dot(x, c, n)],
 )
-expand = multilinear(expand_raw, 1, lambda: [lambda g, b, n, rows: segment_sum(g, n)])
-segment_sum = multilinear(segment_sum_raw, 1, lambda: [lambda b, g, n: expand(b, n, g.shape[0])])
+expand: Callable = multilinear(expand_raw, 1, lambda: [lambda g, b, n, rows: segment_sum(g, n)])
+segment_sum: Callable = multilinear(segment_sum_raw, 1, lambda: [lambda b, g, n: expand(b, n, g.shape[0])])

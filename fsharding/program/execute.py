@@ -48,19 +48,20 @@ class Runner:
             try:
                 return self.function(inputs)
             except Exception as error:
-                self._fail(error)
+                raise self._fault(error) from error
 
     # ---- code -----------------------------------------------------------------------------------------------------
     def _generate(self, graph: fx.Graph) -> Callable:
         names: dict[fx.Node, str] = {}
         values: dict[str, object] = {}
-        lines = ["def program(inputs):"]
+        lines, count = ["def program(inputs):"], 0
         self.nodes = [None]
         last_use = {used: node for node in graph.nodes for used in node.all_input_nodes}
         for node in graph.nodes:
             names[node] = f"v{len(names)}"
             if node.op == "placeholder":
-                lines.append(f" {names[node]} = inputs[{len(lines) - 1}]")
+                lines.append(f" {names[node]} = inputs[{count}]")
+                count += 1
             elif node.op == "output":
                 lines.append(f" return {_code(node.args[0], names, values)}")
             else:
@@ -81,8 +82,8 @@ class Runner:
         return f" {names[node]} = {function}({', '.join(args)}){free}"
 
     # ---- faults ---------------------------------------------------------------------------------------------------
-    def _fail(self, error: Exception):
-        """Raise with the user's line; tell the other ranks through the store, and listen to what they told."""
+    def _fault(self, error: Exception) -> ShardingError:
+        """What to raise, with the user's line; tell the other ranks through the store, and listen to what they told."""
         node, frame = None, error.__traceback__
         while frame is not None:
             if frame.tb_frame.f_code.co_filename == self.file:
@@ -95,11 +96,11 @@ class Runner:
         rank = groups.current_rank()
         told = self._told(rank) if collective or waits or isinstance(error, dist.DistError) else None
         if told:
-            raise ShardingError(f"{where}stopped because {told}") from error
+            return ShardingError(f"{where}stopped because {told}")
         text = str(error) if isinstance(error, ShardingError) else f"{where}`{name}` failed: {error}"
         if self.mesh.size > 1 and dist.is_initialized() and not (collective or waits):
             _compat.default_store().set(f"{_FAULT}/{rank}", f"rank {rank} failed: {text}")
-        raise ShardingError(text) from error
+        return ShardingError(text)
 
     def _told(self, rank) -> str | None:
         if not dist.is_initialized() or self.mesh.phantom:

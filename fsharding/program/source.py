@@ -7,14 +7,18 @@ import os
 import sys
 import traceback
 
+import einops
+import optree
+
 from fsharding import _compat as compat
 
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _MODELS = os.path.join(_OURS, "models")
-_SKIP = tuple({os.path.dirname(os.path.abspath(__import__(m).__file__)) for m in ("optree", "einops")}) + (
+_STANDARD = os.path.dirname(os.__file__)
+_SKIP = (
     compat.TORCH_ROOT,
-    os.path.dirname(os.__file__) + os.sep + "contextlib",
-    os.path.dirname(os.__file__) + os.sep + "functools",
+    *(os.path.dirname(module.__spec__.origin or "") for module in (optree, einops)),
+    *(os.path.join(_STANDARD, name) for name in ("contextlib", "functools")),
 )
 
 
