@@ -2,38 +2,46 @@
 # They use an environment of their own in .venv; `make train ENV=none` uses the current Python as it is.
 PYTHON ?= python3
 VENV := .venv
-STAMP := $(VENV)/.installed
+CORE := $(VENV)/.core
+FULL := $(VENV)/.full
+PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 
 ifeq ($(ENV),none)
   RUN := PYTHONPATH=.:$(PYTHONPATH) $(PYTHON)
-  READY :=
+  READY_CORE :=
+  READY_FULL :=
 else
   RUN := $(VENV)/bin/python
-  READY := $(STAMP)
+  READY_CORE := $(CORE)
+  READY_FULL := $(FULL)
 endif
 
 .PHONY: train test test-all lint format clean
 
-$(STAMP): pyproject.toml constraints.txt
+$(CORE): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,hf]'
+	$(PIP) "$$(grep '^torch==' constraints.txt)"
+	$(PIP) -c constraints.txt -e .
 	touch $@
 
-train: $(READY)
+$(FULL): $(CORE)
+	$(PIP) -c constraints.txt -e '.[dev,hf]'
+	touch $@
+
+train: $(READY_CORE)
 	$(RUN) examples/train_moe.py $(ARGS)
 
-test: $(READY)
+test: $(READY_FULL)
 	$(RUN) -m pytest -m "not slow" $(ARGS)
 
-test-all: $(READY)
+test-all: $(READY_FULL)
 	$(RUN) -m pytest $(ARGS)
 
-lint: $(READY)
+lint: $(READY_FULL)
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
 
-format: $(READY)
+format: $(READY_FULL)
 	$(RUN) -m ruff check --fix .
 
 clean:

@@ -128,6 +128,10 @@ RIGHT = {
     "vmap_of_grad": lambda w, x, y: torch.func.vmap(
         torch.func.grad(lambda c: torch.tanh(x @ c).sum()), in_dims=1, out_dims=1
     )(w),
+    "gradient_penalty": lambda w, x, y: fs.grad(lambda u: fs.grad(lambda v: (x @ v).square().mean())(u).square().sum())(
+        w
+    ),
+    "max_all": lambda w, x, y: (x @ w).detach().max() * (x @ w),
     "hessian_vector": lambda w, x, y: torch.func.jvp(
         torch.func.grad(lambda v: (x @ v).tanh().sum()), (w,), (torch.ones(6, 8),)
     )[1],
@@ -153,6 +157,7 @@ REFUSED = {
     "argmax_rows": lambda w, x, y: (x @ w) * (x @ w).argmax(0),
 }
 MESHES = [
+    ({"a": 1}, P("a"), P("a")),
     ({"efsdp": 2}, P("efsdp"), P("efsdp")),
     ({"a": 2, "b": 2}, P(("a", "b")), P("b", "a")),
     ({"a": 4, "b": 2}, P(("b", "a")), P(None, ("a", "b"))),
@@ -185,7 +190,7 @@ def test_right_on_every_split(name):
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_refused_with_the_line(name):
-    shape, rows, spec = MESHES[0]
+    shape, rows, spec = MESHES[1]
     mesh = fs.make_mesh(shape, fake=True)
     with pytest.raises(fs.ShardingError, match=r"test_conformance\.py:\d+.*(split|rows)"):
         simulate(fs.shard(REFUSED[name], mesh), data(), (spec, rows, rows))

@@ -93,6 +93,11 @@ def faults(rank, mesh):
     f = fs.shard(lambda w, x: (x @ w).sum(), mesh, donate_argnums=())
     out["value"] = float(f(w, x))
 
+    # plain tensors are global values, cut by in_specs
+    whole = torch.cat([torch.full((2, 5), 0.0), torch.full((2, 5), 1.0)])
+    plain = fs.shard(lambda w, x: (x @ w).sum(), mesh, in_specs=(P("efsdp"), P("efsdp")))
+    out["plain"] = float(plain(torch.randn(5, 4, generator=torch.Generator().manual_seed(0)), whole))
+
     # different programs on different ranks: an error on all of them instead of a hang
     scale = 2.0 if rank else 3.0
     out["programs"] = raised(fs.shard(lambda w, x: (x @ w).sum() * scale, mesh), w, x)
@@ -136,6 +141,7 @@ def test_faults_on_two_ranks(two_ranks):
         w = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
         x = torch.cat([torch.full((2, 5), 0.0), torch.full((2, 5), 1.0)])
         assert faults["value"] == pytest.approx((x @ w).sum().item(), rel=1e-5)
+        assert faults["plain"] == pytest.approx((x @ w).sum().item(), rel=1e-5)
         assert "traced different programs" in faults["programs"] and "ranks [1]" in faults["programs"]
         assert faults["closure"] == pytest.approx(2.0)
         assert "w was donated to `keep`" in faults["donated"]

@@ -101,6 +101,14 @@ def device_get(tree: Any) -> Any:
     return trees.map_with_path(lambda path, leaf: _gather(path, leaf) if isinstance(leaf, DTensor) else leaf, tree)
 
 
+def check_alive(path: str, leaf: Any) -> None:
+    """Raises ShardingError for a leaf that was donated to a sharded function, whose value is gone."""
+    taker = getattr(leaf, "_fsharding_donated", None)
+    if taker:
+        raise ShardingError(f"{path or 'The tensor'} was donated to {taker} and no longer holds a value: use the result "
+                            "that took its place, or leave the argument out of `donate_argnums`.")
+
+
 def reshard(tree: Any, mesh: Mesh, specs: Any = None) -> Any:
     """Move leaves to other specs, also to another mesh over the same ranks; plain tensors are placed as ``device_put``.
 
@@ -172,6 +180,7 @@ def spec_leaves(tree: Any, mesh: Mesh, specs: Any, what: str = "specs",
     paths, leaves, treedef = trees.flatten_with_paths(tree)
     dims = []
     for path, leaf, spec in zip(paths, leaves, trees.broadcast_prefix(specs, tree, what), strict=True):
+        check_alive(path, leaf)
         if not isinstance(leaf, (torch.Tensor, *Number)):
             hint = " Use torch.from_numpy." if type(leaf).__module__ == "numpy" else ""
             raise ShardingError(f"{_at(path)} is a {type(leaf).__name__}; leaves are tensors, numbers or None.{hint}")
@@ -237,6 +246,7 @@ def _compare_pieces(paths, leaves, dims, mesh: Mesh) -> None:
 
 # ---- gathering -----------------------------------------------------------------------------------------------------
 def _gather(path: str, leaf: DTensor) -> torch.Tensor:
+    check_alive(path, leaf)
     mesh = mesh_of(leaf.device_mesh)
     if mesh is None:
         return _foreign_full(leaf)

@@ -54,6 +54,11 @@ def below_argument(path: str) -> str:
     return path[cut:]
 
 
+def tails(path: str) -> tuple[str, str]:
+    """How the key path of a result may read below an argument: as it is, or without its first step."""
+    return (path if not path or path.startswith("[") else f".{path}"), below_argument(path)
+
+
 def abstract(path, x) -> tuple[tuple[int, ...], torch.dtype]:
     if isinstance(x, torch.Tensor | ShapeDtype):
         return tuple(x.shape), x.dtype
@@ -72,6 +77,24 @@ def abstract(path, x) -> tuple[tuple[int, ...], torch.dtype]:
 
 def cut_axes(mesh, dims):
     return tuple(tuple(a for a in axes if mesh.shape[a] > 1) for axes in dims)
+
+
+def overlapping(tensors: list[tuple[str, torch.Tensor, bool]]) -> tuple[str, str] | None:
+    """Names of two tensors that share memory, one of which (the flag) is to be written; None if there are none."""
+    spans: dict[int, list[tuple[int, int, str, bool]]] = {}
+    for name, x, written in tensors:
+        local = compat.local_of(x) if isinstance(x, DTensor) else x
+        if local.numel() and local.device.type != "meta":
+            size = 1 + sum((n - 1) * s for n, s in zip(local.shape, local.stride(), strict=True))
+            start = local.data_ptr()
+            span = (start, start + size * local.element_size(), name, written)
+            spans.setdefault(local.untyped_storage().data_ptr(), []).append(span)
+    for group in spans.values():
+        group.sort()
+        for (_, end, first, one), (start, _, second, other) in zip(group, group[1:], strict=False):
+            if start < end and (one or other):
+                return first, second
+    return None
 
 
 def identity_of(x) -> int:

@@ -3,22 +3,37 @@ early."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import torch
 import torch.fx as fx
 
-from fsharding.program.call import below_argument
+from fsharding.program.call import below_argument, tails
 from fsharding.program.partition import LocalProgram
 
 A = torch.ops.aten
 C = torch.ops._c10d_functional
-# Ops whose result may share memory with an operand, or that read it until they are waited for.
-_ALIASING = {
-    A.reshape.default, A.permute.default, A.expand.default, A.slice.Tensor, A.select.int, A.unsqueeze.default,
-    A.squeeze.dims, A.split.Tensor, A.split_with_sizes.default, A.unbind.int, A.contiguous.default,
-    C.wait_tensor.default, C.all_gather_into_tensor.default, C.reduce_scatter_tensor.default, C.all_reduce.default,
-}  # fmt: skip
+# A started collective reads its operand until it is waited for.
+_STARTED = {C.all_gather_into_tensor.default, C.reduce_scatter_tensor.default, C.all_reduce.default}
+
+
+def shares_memory(node: fx.Node) -> bool:
+    """May the result show the memory of the first operand? Views say so in their schema; so does ``copy_``."""
+    if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
+        return False
+    if node.target is operator.getitem or node.target is C.wait_tensor.default:
+        return True
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(r.alias_info is not None for r in schema.returns)
+
+
+def memory_of(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """Per node the node that made the memory which it shows."""
+    owner: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        owner[node] = owner[node.args[0]] if shares_memory(node) else node
+    return owner
 
 
 def pull_updates_forward(graph: fx.Graph) -> None:
@@ -50,24 +65,46 @@ def pull_updates_forward(graph: fx.Graph) -> None:
 
 
 def write_back(program: LocalProgram, donated: Sequence[int], names: Sequence[str]) -> dict[int, int]:
-    """Let outputs take the memory of donated inputs: ``copy_`` as soon as both are at rest. Output index -> input
-    index."""
+    """Let outputs take the memory of donated inputs: ``copy_`` as soon as both are at rest. Output -> input, by index.
+
+    No two outputs show the same memory, and none that of an argument which the caller keeps: such outputs are copies.
+    """
     graph, holders = program.graph, [n for n in program.graph.nodes if n.op == "placeholder"]
-    pairs = _match(program, donated, names)
-    position = {n: i for i, n in enumerate(graph.nodes)}
+    owner = memory_of(graph)
+    pairs = _match(program, donated, names, owner)
+    results = _separate(program, holders, donated, pairs, owner)
     order = list(graph.nodes)
-    output = order[-1]
-    results = list(output.args[0])
-    for out, into in pairs.items():
+    position: dict[fx.Node, tuple[int, ...]] = {n: (i,) for i, n in enumerate(order)}
+    for count, (out, into) in enumerate(pairs.items()):
         new, old = results[out], holders[into]
-        last = max([position[new], *(position[n] for n in _readers(old) if n.op != "output")])
-        with graph.inserting_after(_tail(order[last])):
+        last = max([new, *(n for n in _readers(old) if n.op != "output")], key=position.__getitem__)
+        with graph.inserting_after(_tail(last)):
             copy = graph.call_function(A.copy_.default, (old, new))
+        # Right behind `last`, so before what was put behind it earlier.
+        position[copy] = (*position[_tail(last)], -count)
         copy.meta = {"val": old.meta["val"], "custom": {**new.meta.get("custom", {}), "donated": True}}
         results[out] = copy
-    output.args = (results,)
+    order[-1].args = (results,)
     graph.lint()
     return pairs
+
+
+def _separate(program, holders, donated, pairs, owner) -> list[fx.Node]:
+    """The outputs, copied where they would share memory with each other, a kept argument or one that is written."""
+    results = list(program.nodes)
+    kept = set(holders) - {holders[i] for i in donated}
+    seen = {holders[into] for into in pairs.values()} | kept
+    for i, node in enumerate(results):
+        if i in pairs:
+            continue
+        if owner[node] in seen:
+            with program.graph.inserting_after(_tail(node)):
+                results[i] = program.graph.call_function(A.clone.default, (node,))
+            results[i].meta = dict(node.meta)
+            results[i].meta["custom"] = {k: node.meta.get("custom", {}).get(k) for k in ("phase", "line")}
+        else:
+            seen.add(owner[node])
+    return results
 
 
 def _tail(node: fx.Node) -> fx.Node:
@@ -78,17 +115,18 @@ def _tail(node: fx.Node) -> fx.Node:
 
 
 def _readers(node: fx.Node) -> set[fx.Node]:
+    """All nodes that read the memory of ``node``, through views and started collectives as well."""
     found, stack = set(), [node]
     while stack:
         for user in stack.pop().users:
             if user not in found:
                 found.add(user)
-                if user.target in _ALIASING or user.op == "call_function" and "getitem" in str(user.target):
+                if shares_memory(user) or user.target in _STARTED:
                     stack.append(user)
     return found
 
 
-def _match(program: LocalProgram, donated, names) -> dict[int, int]:
+def _match(program: LocalProgram, donated, names, owner) -> dict[int, int]:
     """Outputs to donated inputs of the same layout; those of equal key path (below the argument) first."""
     holders = [n for n in program.graph.nodes if n.op == "placeholder"]
     free, taken = list(donated), {}
@@ -98,16 +136,16 @@ def _match(program: LocalProgram, donated, names) -> dict[int, int]:
         node = program.nodes[out]
         at_rest = kind == given.kind or (kind == "whole" and not any(given.dims))
         alike = dims == given.dims and shape == given.shape and node.meta["val"].dtype == given.dtype
-        return at_rest and alike and node not in holders
+        # A view of an argument would be copied onto the memory that it shows.
+        return at_rest and alike and owner[node] not in holders
 
     for exact in (True, False):
         for out in range(len(program.outputs)):
             if out in taken:
                 continue
             for into in free:
-                if fits(out, into) and (
-                    not exact or below_argument(names[out]) == below_argument(program.inputs[into].name)
-                ):
+                same_path = below_argument(program.inputs[into].name) in tails(names[out])
+                if fits(out, into) and (same_path or not exact):
                     taken[out] = into
                     free.remove(into)
                     break

@@ -11,7 +11,7 @@ import torch.fx as fx
 
 from fsharding.moe import ops as moe_ops
 from fsharding.program.attention import attention_backward_raw, attention_raw
-from fsharding.program.donate import _ALIASING
+from fsharding.program.donate import memory_of
 from fsharding.program.partition import LocalProgram
 from fsharding.program.source import line_of, phase_of
 
@@ -191,9 +191,7 @@ def peak_after_backward(program: LocalProgram) -> int:
 
 def _bases(program: LocalProgram):
     """Per node the node whose memory it shows; and those that the outputs show."""
-    owner: dict[fx.Node, fx.Node] = {}
-    for node in program.graph.nodes:
-        owner[node] = _base(node, owner)
+    owner = memory_of(program.graph)
     output = next(iter(reversed(list(program.graph.nodes))))
     return owner, {owner[n] for n in output.all_input_nodes}
 
@@ -217,16 +215,6 @@ def _liveness(program: LocalProgram):
         for done in ends.get(i, ()):
             if done.op != "placeholder":
                 now[_category(done)] -= _new_bytes(done)
-
-
-def _base(node: fx.Node, owner: dict) -> fx.Node:
-    """The node whose memory this one shows."""
-    inplace = node.target is A.copy_.default
-    starts = "collective" in node.meta.get("custom", {})
-    if node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node) and not starts:
-        if inplace or node.target in _ALIASING or node.target is operator.getitem:
-            return owner[node.args[0]]
-    return node
 
 
 def _new_bytes(node: fx.Node) -> int:

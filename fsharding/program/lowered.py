@@ -85,6 +85,9 @@ class Program:
         set_device(self.local.graph, mesh.device)
         self.runner = Runner(self.local.graph, mesh)
         coordinates = mesh.coordinates()
+        self._cuts = [
+            local_slices(i.shape, i.dims, mesh.shape, coordinates) if any(i.dims) else None for i in self.local.inputs
+        ]
         self._pads = [_pad_of(i, mesh) for i in self.local.inputs]
         self._own = [
             _block_shape(shape, dims, mesh, coordinates) if kind == "stored" else None
@@ -99,12 +102,13 @@ class Program:
     def run(self, leaves: Sequence[Any]) -> Any:
         device = self.local.mesh.device
         local = []
-        for x, pad in zip(leaves, self._pads, strict=False):
-            x = compat.local_of(x) if isinstance(x, DTensor) else x
-            if not isinstance(x, torch.Tensor):
+        for x, pad, cut in zip(leaves, self._pads, self._cuts, strict=False):
+            if isinstance(x, DTensor):
+                x = compat.local_of(x)
+            elif isinstance(x, torch.Tensor):  # a global value: this rank's block of it
+                x = (x[cut] if cut else x).to(device)
+            else:
                 x = torch.tensor(x, device=device)
-            elif x.device != device:
-                x = x.to(device)
             local.append(F.pad(x, pad) if pad else x)
         local += [c if c.device == device else c.to(device) for c in self.lowered.program.constants]
         out = self.runner(local)

@@ -171,7 +171,8 @@ class Partition:
             return self.gathered(value, keep)
         if isinstance(value, Viewed):
             if keep not in value.made:
-                value.made[keep] = value.apply(self.gathered(value.base, keep))
+                made = value.apply(self.gathered(value.base, keep))
+                value.made[keep] = self.placed(made)  # a view may be an expansion
             return value.made[keep]
         if isinstance(value, Const | Lazy):
             return self.relayout(value, ((),) * value.ndim)

@@ -231,6 +231,8 @@ RULES = {
         for op in (
             A.amax.default,
             A.amin.default,
+            A.max.default,
+            A.min.default,
             A.any.default,
             A.any.dim,
             A.any.dims,

@@ -122,7 +122,7 @@ def mean(p: Partition, node, args, kwargs):
     )
 
 
-_LOWEST = {"amax": ("max", -1), "amin": ("min", 1), "any": ("max", 0), "all": ("min", 0)}
+_REDUCTIONS = {"amax": "max", "amin": "min", "max": "max", "min": "min", "any": "max", "all": "min"}
 
 
 def extremum(p: Partition, node, args, kwargs):
@@ -138,7 +138,7 @@ def extremum(p: Partition, node, args, kwargs):
     if axes:
         dtype = dtype_of(out)
         out = p.emit.cast(out, torch.int32) if dtype == torch.bool else out
-        out = p.emit.cast(p.emit.all_reduce(out, axes, _LOWEST[name][0]), dtype)
+        out = p.emit.cast(p.emit.all_reduce(out, axes, _REDUCTIONS[name]), dtype)
     keepdim = node.meta["val"].ndim == x.ndim
     return Placed(out, p.shape_of_meta(), _left(x.dims, dims, keepdim))
 

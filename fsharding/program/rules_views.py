@@ -194,7 +194,7 @@ def _need_whole(p, x, dim, what):
 @view_rule
 def select(p, node, x, dim, index):
     dim %= x.ndim
-    _need_whole(p, x, dim, "an index")
+    _need_whole(p, x, dim, "an index (of micro-batches: each needs rows for every rank that splits them)")
     out = p.emit.call(A.select.int, x.node, dim, index)
     return _result(p, out, x.shape[:dim] + x.shape[dim + 1 :], x.dims[:dim] + x.dims[dim + 1 :], x)
 

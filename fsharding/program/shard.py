@@ -17,11 +17,21 @@ from fsharding import _compat as compat
 from fsharding import tree as trees
 from fsharding.annotate.mesh import Mesh, mesh_of
 from fsharding.annotate.param import ShapeDtype
-from fsharding.annotate.place import device_get, device_put, dims_of, spec_of
+from fsharding.annotate.place import check_alive, device_get, device_put, dims_of, spec_of
 from fsharding.annotate.spec import P, check_sizes, normalize
 from fsharding.errors import ShardingError
 from fsharding.moe.all_to_all import DISPATCHERS
-from fsharding.program.call import Call, abstract, argument_names, below_argument, cut_axes, identity_of, locate
+from fsharding.program.call import (
+    Call,
+    abstract,
+    argument_names,
+    below_argument,
+    cut_axes,
+    identity_of,
+    locate,
+    overlapping,
+    tails,
+)
 from fsharding.program.donate import pull_updates_forward, write_back
 from fsharding.program.lowered import Lowered, Program
 from fsharding.program.partition import Experts, Input, LocalProgram, Partition
@@ -156,6 +166,7 @@ class Sharded:
         program = self._programs.get(key)
         if program is None:
             program = self._programs[key] = self._lower(call).compile()
+        self._check_memory(call, program)
         return program.run(call.leaves)
 
     def lower(self, *args, **kwargs) -> Lowered:
@@ -221,11 +232,7 @@ class Sharded:
         stored = self._stored(call)
         for path, x, at_rest in zip(call.paths, call.leaves, stored, strict=True):
             if isinstance(x, torch.Tensor):
-                if getattr(x, "_fsharding_donated", None):
-                    raise ShardingError(
-                        f"{path} was donated to {x._fsharding_donated} and no longer holds a value: use the result "
-                        "that took its place, or leave the argument out of `donate_argnums`."
-                    )
+                check_alive(path, x)
                 if at_rest:
                     same = identity_of(x)
                     if same in seen:
@@ -239,6 +246,23 @@ class Sharded:
                         f"{path} requires grad: gradients from outside of a sharded function are not available in "
                         "this version. Use `fs.shard(fs.value_and_grad(loss), mesh)`, or `.detach()` it."
                     )
+
+    def _check_memory(self, call: Call, program: Program) -> None:
+        """A donated leaf is written: nothing else that the program reads may lie there."""
+        donated = set(program.lowered.donated)
+        if not donated:
+            return
+        tensors = [
+            (p, x, i in donated)
+            for i, (p, x) in enumerate(zip(call.paths, call.leaves, strict=True))
+            if isinstance(x, torch.Tensor)
+        ]
+        tensors += [("a tensor that the function closes over", c, False) for c in program.lowered.program.constants]
+        if (found := overlapping(tensors)) is not None:
+            raise ShardingError(
+                f"{found[0]} and {found[1]} share memory, and one of them is donated: the result would overwrite the "
+                "other. Clone one of them, or leave the argument out of `donate_argnums`."
+            )
 
     def _key(self, call: Call):
         leaves = tuple(
@@ -341,7 +365,12 @@ class Sharded:
         reduce = self.options.precision.reduce if self.options.precision else None
         local = Partition(call.mesh, experts, reduce).run(program.graph, inputs + constants, out_dims)
         pull_updates_forward(local.graph)
-        donated = [i for i, n in enumerate(call.argnums) if n in self._donated(call)]
+        # A plain tensor cannot be taken away from its owner, who would read the new value in it: it is left alone.
+        donated = [
+            i
+            for i, (n, x) in enumerate(zip(call.argnums, call.leaves, strict=True))
+            if n in self._donated(call) and isinstance(x, DTensor | ShapeDtype)
+        ]
         write_back(local, donated, tensors)
         self._warn_if_replicated(local, inputs)
         return Lowered(program, local, result, donated, getattr(self.fn, "__name__", "fn"))
@@ -396,7 +425,8 @@ class Sharded:
         }
 
         def place(path, x):
-            spec = known.get((below_argument(path), tuple(x.shape), x.dtype)) if isinstance(x, torch.Tensor) else None
+            keys = [(t, tuple(x.shape), x.dtype) for t in tails(path)] if isinstance(x, torch.Tensor) else []
+            spec = next((known[k] for k in keys if k in known), None)
             return x if spec is None else device_put(x, call.mesh, spec)
 
         return trees.map_with_path(place, out)
