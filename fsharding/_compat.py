@@ -129,6 +129,11 @@ def under_functorch() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def has_tangent(x: torch.Tensor) -> bool:
+    """Does a tensor carry a forward-mode tangent?"""
+    return torch.autograd.forward_ad.unpack_dual(x).tangent is not None if torch.autograd.forward_ad._current_level >= 0 else False
+
+
 def is_wrapped(x: torch.Tensor) -> bool:
     return torch._C._functorch.is_functorch_wrapped_tensor(x)
 

@@ -105,8 +105,8 @@ def check_alive(path: str, leaf: Any) -> None:
     """Raises ShardingError for a leaf that was donated to a sharded function, whose value is gone."""
     taker = getattr(leaf, "_fsharding_donated", None)
     if taker:
-        raise ShardingError(f"{path or 'The tensor'} was donated to {taker} and no longer holds a value: use the result "
-                            "that took its place, or leave the argument out of `donate_argnums`.")
+        raise ShardingError(f"{path or 'The tensor'} was donated to {taker} and no longer holds a value: use the "
+                            "result that took its place, or leave the argument out of `donate_argnums`.")
 
 
 def reshard(tree: Any, mesh: Mesh, specs: Any = None) -> Any:

@@ -98,11 +98,11 @@ draw_shard = raw_op(
 
 
 def decode_dims(text: str) -> tuple[tuple[str, ...], ...]:
-    return tuple(tuple(filter(None, part.split(","))) for part in text.split(";"))
+    return tuple(tuple(filter(None, part.split(","))) for part in text.split(";")[:-1])
 
 
 def encode_dims(dims) -> str:
-    return ";".join(",".join(axes) for axes in dims)
+    return "".join(",".join(axes) + ";" for axes in dims)
 
 
 def _mask_padding(x, shape, dims, mesh, value):

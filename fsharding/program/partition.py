@@ -277,11 +277,11 @@ class Partition:
         return Placed(node, x.shape, tuple(now), x.partial)
 
     def unshard(self, x: Placed, extra: Dims) -> Placed:
-        """``x`` gathered over the axes in ``extra`` (trailing ones of each dim's tuple)."""
+        """``x`` gathered over the axes in ``extra`` (the minor ones of each dim's tuple)."""
         if not any(storage.real_axes(self.mesh, axes) for axes in extra):
             return x
         x = self.total(x)
-        stay = tuple(a[: len(a) - len(e)] for a, e in zip(x.dims, extra, strict=True))
+        stay = tuple(tuple(a for a in have if a not in gone) for have, gone in zip(x.dims, extra, strict=True))
         shape = [self.local_size(n, s) for n, s in zip(x.shape, stay, strict=True)]
         return Placed(storage.gather(self.emit, x.node, shape, extra), x.shape, stay)
 

@@ -90,7 +90,8 @@ def _later(p: Partition, node, args, kwargs):
 
         before, p.node = p.node, node
         try:
-            return _placed(p, node, [block(a) if isinstance(a, Lazy) else a for a in args], kwargs)
+            out = _placed(p, node, [block(a) if isinstance(a, Lazy) else a for a in args], kwargs)
+            return p.relayout(out, dims)  # an expansion, if the numbers were fewer than the result
         finally:
             p.node = before
 

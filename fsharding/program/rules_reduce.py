@@ -18,9 +18,10 @@ A = torch.ops.aten
 # ---- reductions ------------------------------------------------------------------------------------------------------
 def _dims(args, kwargs, position, ndim, name="dim"):
     dims = args[position] if len(args) > position else kwargs.get(name)
-    if dims is None or dims == []:
+    if dims is None or list(dims if not isinstance(dims, int) else [dims]) == []:
         return list(range(ndim))
-    return [dims % max(ndim, 1)] if isinstance(dims, int) else [d % max(ndim, 1) for d in dims]
+    dims = [dims] if isinstance(dims, int) else dims
+    return [d % ndim for d in dims] if ndim else []
 
 
 def _keep(args, kwargs):
@@ -130,6 +131,14 @@ def extremum(p: Partition, node, args, kwargs):
     name = node.target.name().split("::")[1].split(".")[0]
     x = p.total(args[0])
     dims = _dims(args, kwargs, 1, x.ndim)
+    if (
+        name in ("any", "all")
+        and len(args) > 1
+        and args[1] is not None
+        and not isinstance(args[1], int)
+        and not len(args[1])
+    ):
+        dims = []  # here, and only here, PyTorch reads no dims as none
     _no_forward_routed(p, node, x, dims)
     if any(is_routed(x.dims[d]) for d in dims):
         p.refuse("an extremum over routed rows")
@@ -137,6 +146,11 @@ def extremum(p: Partition, node, args, kwargs):
     axes = p.mesh.sort_axes([a for d in dims for a in p._real(x.dims[d])])
     if axes:
         dtype = dtype_of(out)
+        if dtype.is_floating_point:  # max and min of the collectives lose a NaN: gather each rank's, reduce here
+            gathered = p.emit.all_gather(p.emit.call(A.unsqueeze.default, out, 0), axes)
+            over = A.amin.default if _REDUCTIONS[name] == "min" else A.amax.default
+            keepdim = node.meta["val"].ndim == x.ndim
+            return Placed(p.emit.call(over, gathered, [0]), p.shape_of_meta(), _left(x.dims, dims, keepdim))
         out = p.emit.cast(out, torch.int32) if dtype == torch.bool else out
         out = p.emit.cast(p.emit.all_reduce(out, axes, _REDUCTIONS[name]), dtype)
     keepdim = node.meta["val"].ndim == x.ndim

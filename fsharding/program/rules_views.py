@@ -44,7 +44,7 @@ def _later(p: Partition, node, x: Stored | Viewed, apply, shape) -> Viewed:
             p.node = before
 
     if isinstance(x, Viewed):
-        return Viewed(x.base, lambda y, inner=x.apply: at(inner(y)), shape)
+        return Viewed(x.base, lambda y, inner=x.apply: at(p.placed(inner(y))), shape)
     return Viewed(x, at, shape)
 
 

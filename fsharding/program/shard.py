@@ -143,6 +143,13 @@ def shard(
     return Sharded(fn, options)
 
 
+def _typed(value):
+    """Static arguments that compare equal are still different programs: 1, 1.0 and True; 0.0 and -0.0."""
+    if isinstance(value, tuple):
+        return tuple(map(_typed, value))
+    return type(value), value, repr(value) if isinstance(value, float | complex) else None
+
+
 def _numbers(value) -> tuple[int, ...]:
     return (value,) if isinstance(value, int) else tuple(value)
 
@@ -228,6 +235,12 @@ class Sharded:
         return [n in stored for n in call.argnums]
 
     def _check_leaves(self, call: Call) -> None:
+        if compat.under_functorch() or any(compat.has_tangent(x) for x in call.leaves if isinstance(x, torch.Tensor)):
+            raise ShardingError(
+                f"the sharded function `{getattr(self.fn, '__name__', 'fn')}` is called inside a transform of its "
+                "result (`torch.func`, `vmap`, forward mode). Put the transform inside: `fs.shard(torch.func.vmap(f), "
+                "mesh)`; `fs.grad` and `fs.value_and_grad` also take a sharded function as it is."
+            )
         seen: dict[int, str] = {}
         stored = self._stored(call)
         for path, x, at_rest in zip(call.paths, call.leaves, stored, strict=True):
@@ -273,7 +286,7 @@ class Sharded:
             else type(x)
             for x in call.leaves
         )
-        return call.treedef, leaves, call.static, call.mesh
+        return call.treedef, leaves, _typed(call.static), call.mesh
 
     # ---- lowering -------------------------------------------------------------------------------------------------
     def _inputs(self, call: Call) -> tuple[list[Input], list[torch.Tensor]]:

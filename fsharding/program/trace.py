@@ -198,7 +198,11 @@ def _finish(gm: fx.GraphModule) -> fx.GraphModule:
         if node.target in _IDENTITIES:
             node.replace_all_uses_with(node.args[0])
     sweep(gm)
-    assert not any(_mutates(n) for n in gm.graph.nodes), "functionalisation left an in-place op"
+    for node in filter(_mutates, gm.graph.nodes):
+        raise ShardingError(
+            f"{line_of(node)}: `{_short_name(node)}` writes in place in a way that cannot be traced. Use the op that "
+            "returns a new value."
+        )
     _mark_updates(gm)
     return gm
 
@@ -231,35 +235,36 @@ def _mutates(node: fx.Node) -> bool:
     return node.op == "call_function" and schema is not None and schema.is_mutable
 
 
-_VIEWS = (
-    "view",
-    "slice",
-    "select",
-    "permute",
-    "transpose",
-    "t",
-    "unsqueeze",
-    "squeeze",
-    "expand",
-    "alias",
-    "detach",
-    "split",
-)
-
-
 def _refuse_mutated_inputs(gm: fx.GraphModule) -> None:
     """An argument, or a view of one, that is written in place."""
     for node in gm.graph.nodes:
-        if not _mutates(node) or not isinstance(node.args[0], fx.Node):
-            continue
-        base = node.args[0]
-        while base.op == "call_function" and (base.target is operator.getitem or _short_name(base) in _VIEWS):
-            base = base.args[0]
-        if base.op == "placeholder":
-            raise ShardingError(
-                f"{line_of(node)}: the function changes one of its arguments or a closed-over tensor in place "
-                f"(`{_short_name(node)}`). Return the new value instead."
-            )
+        for base in _written(node) if _mutates(node) else ():
+            while base.op == "call_function" and _is_view(base):
+                base = base.args[0]
+            if base.op == "placeholder":
+                raise ShardingError(
+                    f"{line_of(node)}: the function changes one of its arguments or a closed-over tensor in place "
+                    f"(`{_short_name(node)}`). Return the new value instead."
+                )
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    """The operands that an op writes, by its schema."""
+    found = []
+    for i, argument in enumerate(node.target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+            found += [v for v in (value if isinstance(value, list | tuple) else [value]) if isinstance(v, fx.Node)]
+    return found
+
+
+def _is_view(node: fx.Node) -> bool:
+    if not node.args or not isinstance(node.args[0], fx.Node):
+        return False
+    schema = getattr(node.target, "_schema", None)
+    return node.target is operator.getitem or (
+        schema is not None and any(r.alias_info is not None for r in schema.returns)
+    )
 
 
 def _short_name(node: fx.Node) -> str:
