@@ -10,7 +10,8 @@ from fsharding.errors import ShardingError
 from fsharding.moe import ragged_dot
 from fsharding.program.explain import Collective
 from fsharding.program.partition import Experts
-from fsharding.program.shard import Schedule, disable_jit, shard
+from fsharding.program.plain import disable_jit
+from fsharding.program.shard import Schedule, shard
 from fsharding.program.transforms import Precision, accumulate, grad, microbatches, value_and_grad
 from fsharding.version import __version__
 

@@ -131,7 +131,8 @@ def under_functorch() -> bool:
 
 def has_tangent(x: torch.Tensor) -> bool:
     """Does a tensor carry a forward-mode tangent?"""
-    return torch.autograd.forward_ad.unpack_dual(x).tangent is not None if torch.autograd.forward_ad._current_level >= 0 else False
+    forward_ad = torch.autograd.forward_ad
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
 
 
 def is_wrapped(x: torch.Tensor) -> bool:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from fsharding import _compat as compat
+from fsharding import tree as trees
 from fsharding.annotate.mesh import Mesh
 from fsharding.annotate.param import ShapeDtype
 from fsharding.errors import ShardingError
@@ -25,6 +25,15 @@ class Call:
     argnums: list[int]  # which positional argument each leaf belongs to, -1 for keywords
     static: tuple
     mesh: Mesh
+    stored: list[bool]  # which leaves are at rest
+    name: str  # of the function
+
+    def apply(self, fn: Callable, leaves: Sequence[Any]) -> Any:
+        """``fn`` on these arguments with other leaves."""
+        positional, named = trees.unflatten(self.treedef, leaves)
+        statics, rest = dict(self.static[0]), iter(positional)
+        args = [statics[i] if i in statics else next(rest) for i in range(len(positional) + len(statics))]
+        return fn(*args, **named, **dict(self.static[1]))
 
 
 def argument_names(fn, count) -> list[str]:
@@ -77,27 +86,3 @@ def abstract(path, x) -> tuple[tuple[int, ...], torch.dtype]:
 
 def cut_axes(mesh, dims):
     return tuple(tuple(a for a in axes if mesh.shape[a] > 1) for axes in dims)
-
-
-def overlapping(tensors: list[tuple[str, torch.Tensor, bool]]) -> tuple[str, str] | None:
-    """Names of two tensors that share memory, one of which (the flag) is to be written; None if there are none."""
-    spans: dict[int, list[tuple[int, int, str, bool]]] = {}
-    for name, x, written in tensors:
-        local = compat.local_of(x) if isinstance(x, DTensor) else x
-        if local.numel() and local.device.type != "meta":
-            size = 1 + sum((n - 1) * s for n, s in zip(local.shape, local.stride(), strict=True))
-            start = local.data_ptr()
-            span = (start, start + size * local.element_size(), name, written)
-            spans.setdefault(local.untyped_storage().data_ptr(), []).append(span)
-    for group in spans.values():
-        group.sort()
-        for (_, end, first, one), (start, _, second, other) in zip(group, group[1:], strict=False):
-            if start < end and (one or other):
-                return first, second
-    return None
-
-
-def identity_of(x) -> int:
-    """What two arguments share if they are one tensor: its object, or the memory of its local block."""
-    local = compat.local_of(x) if isinstance(x, DTensor) else None
-    return id(x) if local is None or not local.numel() else local.data_ptr()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import functools
 import warnings
 from collections.abc import Callable, Sequence
@@ -17,42 +15,24 @@ from fsharding import _compat as compat
 from fsharding import tree as trees
 from fsharding.annotate.mesh import Mesh, mesh_of
 from fsharding.annotate.param import ShapeDtype
-from fsharding.annotate.place import check_alive, device_get, device_put, dims_of, spec_of
+from fsharding.annotate.place import dims_of, spec_of
 from fsharding.annotate.spec import P, check_sizes, normalize
 from fsharding.errors import ShardingError
 from fsharding.moe.all_to_all import DISPATCHERS
+from fsharding.program import plain
 from fsharding.program.call import (
     Call,
     abstract,
     argument_names,
-    below_argument,
     cut_axes,
-    identity_of,
     locate,
-    overlapping,
-    tails,
 )
+from fsharding.program.checks import check_leaves, check_memory
 from fsharding.program.donate import pull_updates_forward, write_back
 from fsharding.program.lowered import Lowered, Program
 from fsharding.program.partition import Experts, Input, LocalProgram, Partition
 from fsharding.program.trace import GlobalProgram, trace
 from fsharding.program.transforms import Precision, check_gradient_scope, with_precision
-
-_jit_disabled: contextvars.ContextVar[bool] = contextvars.ContextVar("fsharding_disable_jit", default=False)
-
-
-@contextlib.contextmanager
-def disable_jit():
-    """Inside, sharded functions run as plain single-device PyTorch over gathered values, for ``pdb`` and prints.
-
-    Every rank computes everything. Results that correspond to a stored argument (same key path, shape and dtype) are
-    placed as it was.
-    """
-    token = _jit_disabled.set(True)
-    try:
-        yield
-    finally:
-        _jit_disabled.reset(token)
 
 
 @dataclass(frozen=True)
@@ -166,14 +146,14 @@ class Sharded:
         if compat.current_tracer() is not None:  # inside another sharded function: a part of its global program
             return self.fn(*args, **kwargs)
         call = self._bind(args, kwargs)
-        self._check_leaves(call)
-        if _jit_disabled.get():
-            return self._plain(call, args, kwargs)
+        check_leaves(call)
+        if plain.is_disabled():
+            return plain.run(call, self._function())
         key = self._key(call)
         program = self._programs.get(key)
         if program is None:
             program = self._programs[key] = self._lower(call).compile()
-        self._check_memory(call, program)
+        check_memory(call, program.lowered.donated, program.lowered.program.constants)
         return program.run(call.leaves)
 
     def lower(self, *args, **kwargs) -> Lowered:
@@ -206,7 +186,8 @@ class Sharded:
             number, label = locate(path, numbers, names)
             labels.append(label)
             argnums.append(number)
-        return Call(labels, leaves, treedef, argnums, static, self._mesh(leaves, labels))
+        mesh, stored = self._mesh(leaves, labels), self._stored(argnums)
+        return Call(labels, leaves, treedef, argnums, static, mesh, stored, getattr(self.fn, "__name__", "fn"))
 
     def _mesh(self, leaves, paths) -> Mesh:
         mesh, first = self.options.mesh, None
@@ -228,54 +209,13 @@ class Sharded:
             raise ShardingError("no mesh: pass `mesh=` to `fs.shard`, or arguments placed with `fs.device_put`.")
         return mesh
 
-    def _stored(self, call: Call) -> list[bool]:
-        o = self.options
-        count = max(call.argnums, default=0) + 1
-        stored = {n % count if n < 0 else n for n in (*o.stored_argnums, *o.donate_argnums)}
-        return [n in stored for n in call.argnums]
+    def _stored(self, argnums: list[int]) -> list[bool]:
+        count = max(argnums, default=0) + 1
+        stored = {n % count if n < 0 else n for n in (*self.options.stored_argnums, *self.options.donate_argnums)}
+        return [n in stored for n in argnums]
 
-    def _check_leaves(self, call: Call) -> None:
-        if compat.under_functorch() or any(compat.has_tangent(x) for x in call.leaves if isinstance(x, torch.Tensor)):
-            raise ShardingError(
-                f"the sharded function `{getattr(self.fn, '__name__', 'fn')}` is called inside a transform of its "
-                "result (`torch.func`, `vmap`, forward mode). Put the transform inside: `fs.shard(torch.func.vmap(f), "
-                "mesh)`; `fs.grad` and `fs.value_and_grad` also take a sharded function as it is."
-            )
-        seen: dict[int, str] = {}
-        stored = self._stored(call)
-        for path, x, at_rest in zip(call.paths, call.leaves, stored, strict=True):
-            if isinstance(x, torch.Tensor):
-                check_alive(path, x)
-                if at_rest:
-                    same = identity_of(x)
-                    if same in seen:
-                        raise ShardingError(
-                            f"{seen[same]} and {path} are one tensor in a stored tree. Tie weights by using one leaf "
-                            "twice in the function; or clone it to have two."
-                        )
-                    seen[same] = path
-                if x.requires_grad and torch.is_grad_enabled():
-                    raise ShardingError(
-                        f"{path} requires grad: gradients from outside of a sharded function are not available in "
-                        "this version. Use `fs.shard(fs.value_and_grad(loss), mesh)`, or `.detach()` it."
-                    )
-
-    def _check_memory(self, call: Call, program: Program) -> None:
-        """A donated leaf is written: nothing else that the program reads may lie there."""
-        donated = set(program.lowered.donated)
-        if not donated:
-            return
-        tensors = [
-            (p, x, i in donated)
-            for i, (p, x) in enumerate(zip(call.paths, call.leaves, strict=True))
-            if isinstance(x, torch.Tensor)
-        ]
-        tensors += [("a tensor that the function closes over", c, False) for c in program.lowered.program.constants]
-        if (found := overlapping(tensors)) is not None:
-            raise ShardingError(
-                f"{found[0]} and {found[1]} share memory, and one of them is donated: the result would overwrite the "
-                "other. Clone one of them, or leave the argument out of `donate_argnums`."
-            )
+    def _function(self) -> Callable:
+        return with_precision(self.fn, self.options.precision, self.options.stored_argnums)
 
     def _key(self, call: Call):
         leaves = tuple(
@@ -292,7 +232,7 @@ class Sharded:
     def _inputs(self, call: Call) -> tuple[list[Input], list[torch.Tensor]]:
         mesh, specs = call.mesh, self._specs(call)
         inputs, fakes = [], []
-        rows = zip(call.paths, call.leaves, specs, self._stored(call), strict=True)
+        rows = zip(call.paths, call.leaves, specs, call.stored, strict=True)
         for path, x, spec, at_rest in rows:
             shape, dtype = abstract(path, x)
             dims = normalize(spec, len(shape), mesh.axis_names, path)
@@ -326,15 +266,10 @@ class Sharded:
         return [s if s is not None else o for s, o in zip(given, own, strict=True)]
 
     def _flat_function(self, call: Call, result: dict) -> Callable:
-        fn = with_precision(self.fn, self.options.precision, self.options.stored_argnums)
+        fn = self._function()
 
         def flat(*xs):
-            positional, named = trees.unflatten(call.treedef, xs)
-            statics = dict(call.static[0])
-            it = iter(positional)
-            count = len(positional) + len(statics)
-            args = [statics[i] if i in statics else next(it) for i in range(count)]
-            out = fn(*args, **named, **dict(call.static[1]))
+            out = call.apply(fn, xs)
             paths, leaves, treedef = trees.flatten_with_paths(out)
             result.update(paths=paths, treedef=treedef, fixed={})
             tensors = []
@@ -386,7 +321,7 @@ class Sharded:
         ]
         write_back(local, donated, tensors)
         self._warn_if_replicated(local, inputs)
-        return Lowered(program, local, result, donated, getattr(self.fn, "__name__", "fn"))
+        return Lowered(program, local, result, donated, call.name)
 
     def _donated(self, call: Call) -> set[int]:
         count = max(call.argnums, default=0) + 1
@@ -417,29 +352,3 @@ class Sharded:
                 "P(mesh.data_axes))` or `fs.from_local`.",
                 stacklevel=4,
             )
-
-    # ---- without tracing ------------------------------------------------------------------------------------------
-    def _plain(self, call: Call, args, kwargs):
-        device = call.mesh.device
-        whole = [
-            x.to(device) if isinstance(x, torch.Tensor) else torch.as_tensor(x, device=device)
-            for x in device_get(call.leaves)
-        ]
-        full = trees.unflatten(call.treedef, whole)
-        statics, it = dict(call.static[0]), iter(full[0])
-        positional = [statics[i] if i in statics else next(it) for i in range(len(full[0]) + len(statics))]
-        fn = with_precision(self.fn, self.options.precision, self.options.stored_argnums)
-        with torch.device(device):
-            out = fn(*positional, **full[1], **dict(call.static[1]))
-        known = {
-            (below_argument(p), tuple(x.shape), x.dtype): spec_of(x)
-            for p, x, s in zip(call.paths, call.leaves, self._stored(call), strict=True)
-            if s and isinstance(x, DTensor)
-        }
-
-        def place(path, x):
-            keys = [(t, tuple(x.shape), x.dtype) for t in tails(path)] if isinstance(x, torch.Tensor) else []
-            spec = next((known[k] for k in keys if k in known), None)
-            return x if spec is None else device_put(x, call.mesh, spec)
-
-        return trees.map_with_path(place, out)
