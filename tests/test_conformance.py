@@ -1,9 +1,11 @@
-"""Ops under partition: each of these functions is right on every split, or refused with the user's line. Never another
-number.
+"""Ops under partition: each of these functions is right on every split, by a rule or by fallback. Never another number.
 
 ``f(w, x, y)``: w [6, 8] a stored parameter, x [8, 6] and y [8] rows. The value and the gradients of ``sum(f² · c)`` for
 all of w and x are compared with one device.
 """
+
+import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -145,14 +147,17 @@ def assigned(z):
     return z
 
 
-REFUSED = {
+FALLBACK = {
     "sort_rows": lambda w, x, y: (x @ w).sort(0).values,
     "cumsum_rows": lambda w, x, y: (x @ w).cumsum(0),
     "slice_rows": lambda w, x, y: (x @ w)[:4],
     "flip_rows": lambda w, x, y: (x @ w).flip(0),
     "softmax_rows": lambda w, x, y: torch.softmax(x @ w, 0),
     "std_rows": lambda w, x, y: (x @ w).std(0),
-    "similarity": lambda w, x, y: (x @ w) @ (x @ w).T,
+    "linalg": lambda w, x, y: torch.linalg.inv(x[:, :, None] * x[:, None] + 9 * torch.eye(6)),
+    "conv": lambda w, x, y: F.conv1d((x @ w)[:, None], w[:2, None, :3]),
+    "median": lambda w, x, y: (x @ w).median(0).values,
+    "odd_reshape": lambda w, x, y: (x @ w).reshape(32, 2)[:30].reshape(4, 15),
     "interleaving": lambda w, x, y: (x @ w).T.reshape(-1),
     "argmax_rows": lambda w, x, y: (x @ w) * (x @ w).argmax(0),
 }
@@ -188,12 +193,25 @@ def test_right_on_every_split(name):
             assert worst(got, expected) <= TOLERANCE, shape
 
 
-@pytest.mark.parametrize("name", sorted(REFUSED))
-def test_refused_with_the_line(name):
-    shape, rows, spec = MESHES[1]
-    mesh = fs.make_mesh(shape, fake=True)
-    with pytest.raises(fs.ShardingError, match=r"test_conformance\.py:\d+.*(split|rows)"):
-        simulate(fs.shard(REFUSED[name], mesh), data(), (spec, rows, rows))
+@pytest.mark.parametrize("name", sorted(FALLBACK))
+def test_without_a_rule_right_by_fallback_and_never_silent(name):
+    args, f = data(), FALLBACK[name]
+    for shape, rows, spec in MESHES[1:]:
+        mesh = fs.make_mesh(shape, fake=True)
+        split = any(rows)
+        with (
+            pytest.warns(UserWarning, match=r"test_conformance\.py:\d+: `\w.*` has no rule") if split else nullcontext()
+        ):
+            got, low = simulate(fs.shard(f, mesh), args, (spec, rows, rows))
+        assert worst(got, f(*args)) <= TOLERANCE, shape
+        records = [c for c in low.collectives() if c.kind == "fallback"]
+        assert records and all("test_conformance.py" in c.source and c.bytes for c in records)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            got, _ = simulate(fs.shard(objective(f), mesh), args, (spec, rows, rows))
+        assert worst(got, objective(f)(*args)) <= TOLERANCE, shape
+        with pytest.raises(fs.ShardingError, match=r"test_conformance\.py:\d+"):
+            simulate(fs.shard(f, mesh, strict=True), args, (spec, rows, rows))
 
 
 @pytest.mark.parametrize("name", sorted(RIGHT))
@@ -201,8 +219,6 @@ def test_values_without_rows(name):
     """The same on a batch that every rank holds: right as well, with a warning that all ranks compute everything."""
     args, f = data(), RIGHT[name]
     mesh = fs.make_mesh({"efsdp": 2}, fake=True)
-    import warnings
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         got, _ = simulate(fs.shard(f, mesh), args, (P("efsdp"), P(), P()))

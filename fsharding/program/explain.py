@@ -32,7 +32,7 @@ class Collective:
     """One collective of a local program.
 
     Attributes:
-        kind: all_gather, reduce_scatter, all_reduce or all_to_all.
+        kind: all_gather, reduce_scatter, all_reduce or all_to_all; fallback for the gather of an op without a rule.
         axes: mesh axes of its group, in mesh order.
         bytes: of the larger side of the operation on one rank (the gathered result, the tensor that is scattered or
             reduced, the rows exchanged under balanced routing).
@@ -61,7 +61,7 @@ def collectives(program: LocalProgram) -> list[Collective]:
             sizes = [num_bytes(t) for t in tensors if isinstance(t, torch.Tensor)]
             found.append(
                 Collective(
-                    note["collective"],
+                    "fallback" if note.get("fallback") else note["collective"],
                     tuple(note["axes"]),
                     max(sizes),
                     node.meta["val"].dtype,

@@ -39,6 +39,10 @@ A = torch.ops.aten
 VALUES = (Placed, Stored, Viewed, Const, Lazy, Spread, Pending, GroupSizes, Permutation)
 
 
+class NoRule(ShardingError):
+    """No rule serves an op on these operands; on whole ones it would be right."""
+
+
 @dataclass(frozen=True)
 class Experts:
     """How experts are served: over which mesh axis tokens travel, and by which dispatcher.
@@ -77,8 +81,14 @@ class LocalProgram:
 class Partition:
     """Interprets one global program; see the module's docstring. Rules call the methods below."""
 
-    def __init__(self, mesh: Mesh, experts: Experts | None = None, reduce_dtype: torch.dtype | None = None):
-        self.mesh, self.experts, self.reduce_dtype = mesh, experts, reduce_dtype
+    def __init__(
+        self,
+        mesh: Mesh,
+        experts: Experts | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        strict: bool = False,
+    ):
+        self.mesh, self.experts, self.reduce_dtype, self.strict = mesh, experts, reduce_dtype, strict
         self.emit = Emitter(mesh)
         self.routings: dict[str, RoutingState] = {}
         self.node: fx.Node | None = None  # the global node that is being interpreted
@@ -88,7 +98,9 @@ class Partition:
     def run(
         self, program: fx.GraphModule, inputs: Sequence[Input], out_dims: Sequence[Dims | None] | None
     ) -> LocalProgram:
-        from fsharding.program.rules import rule_for  # the table imports the rules, which import this module
+        # The table imports the rules, which import this module.
+        from fsharding.program.fallback import fall_back
+        from fsharding.program.rules import rule_for
 
         env: dict[fx.Node, Any] = {}
         placeholders = [n for n in program.graph.nodes if n.op == "placeholder"]
@@ -103,7 +115,10 @@ class Partition:
                 return self._leave(args[0], node.args[0], out_dims, inputs)
             self.node = node
             self.emit.note = {"phase": phase_of(node), "line": line_of(node)}
-            env[node] = rule_for(node.target)(self, node, args, kwargs)
+            try:
+                env[node] = rule_for(node.target)(self, node, args, kwargs)
+            except NoRule as why:
+                env[node] = fall_back(self, node, args, kwargs, why)
             for used in node.all_input_nodes:
                 left[used] -= 1
                 if not left[used]:
@@ -148,15 +163,17 @@ class Partition:
         return self.unshard(x, extra)
 
     # ---- errors ---------------------------------------------------------------------------------------------------
-    def fail(self, why: str):
+    def fail(self, why: str, kind: type[ShardingError] = ShardingError):
         name = getattr(self.node.target, "name", lambda: str(self.node.target))() if self.node is not None else "?"
         where = f"{line_of(self.node)}: " if self.node is not None and line_of(self.node) else ""
-        raise ShardingError(f"{where}`{name}`: {why}.")
+        raise kind(f"{where}`{name}`: {why}.")
 
     def refuse(self, why: str):
+        """No rule serves this case: the op runs on whole operands, or is refused under ``strict``."""
         self.fail(
             f"{why}. No rule is verified for this case; compute it on unsharded values (for stored values: on rows), "
-            "write it with other ops, or by hand with `fs.shard_map`"
+            "write it with other ops, or by hand with `fs.shard_map`",
+            NoRule,
         )
 
     # ---- values ---------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The table: which rule serves which op. An op outside of it is refused where an operand is split.
+"""The table: which rule serves which op. An op outside of it runs on whole operands (``fallback.py``).
 
 Every rule is ours and is compared with one device by the tests; none is taken on trust from elsewhere.
 """

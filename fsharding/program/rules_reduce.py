@@ -346,19 +346,19 @@ def index_select(p: Partition, node, args, kwargs):
 
 def replicated(p: Partition, node, args, kwargs):
     """Any op, on operands that every rank holds whole."""
-    flat = [a for a in _walk((args, kwargs)) if isinstance(a, VALUES)]
+    flat = [a for a in walk((args, kwargs)) if isinstance(a, VALUES)]
     values = {id(v): p.total(v) for v in flat}
     if any(p._real(axes) for v in values.values() for axes in v.dims):
         p.refuse(
             "an operand is split over "
             + ", ".join(sorted({a for v in values.values() for x in v.dims for a in p._real(x)}))
         )
-    args, kwargs = _substitute((args, kwargs), {i: v.node for i, v in values.items()})
+    args, kwargs = substitute((args, kwargs), {i: v.node for i, v in values.items()})
     out = p.emit.call(node.target, *args, **kwargs)
-    return _whole_results(p, node, out)
+    return whole_results(p, node, out)
 
 
-def _whole_results(p, node, out):
+def whole_results(p, node, out):
     val = node.meta["val"]
     if isinstance(val, tuple | list):
         return tuple(
@@ -368,21 +368,21 @@ def _whole_results(p, node, out):
     return Placed(out, tuple(val.shape), ((),) * val.ndim)
 
 
-def _walk(tree):
+def walk(tree):
     if isinstance(tree, tuple | list):
         for item in tree:
-            yield from _walk(item)
+            yield from walk(item)
     elif isinstance(tree, dict):
-        yield from _walk(list(tree.values()))
+        yield from walk(list(tree.values()))
     else:
         yield tree
 
 
-def _substitute(tree, by_id):
+def substitute(tree, by_id):
     if isinstance(tree, tuple | list):
-        return type(tree)(_substitute(item, by_id) for item in tree)
+        return type(tree)(substitute(item, by_id) for item in tree)
     if isinstance(tree, dict):
-        return {k: _substitute(v, by_id) for k, v in tree.items()}
+        return {k: substitute(v, by_id) for k, v in tree.items()}
     return by_id.get(id(tree), tree)
 
 

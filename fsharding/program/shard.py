@@ -28,7 +28,7 @@ from fsharding.program.call import (
     locate,
 )
 from fsharding.program.checks import check_leaves, check_memory
-from fsharding.program.donate import pull_updates_forward, write_back
+from fsharding.program.donate import drop_dead, pull_updates_forward, write_back
 from fsharding.program.lowered import Lowered, Program
 from fsharding.program.partition import Experts, Input, LocalProgram, Partition
 from fsharding.program.trace import GlobalProgram, trace
@@ -101,7 +101,8 @@ def shard(
             any weight.
         schedule: a :class:`Schedule`.
         backend: "eager".
-        strict: refuse ops that fall back to replicated operands. (In this version every such op is refused anyway.)
+        strict: refuse ops without a rule for their operands, which otherwise run on gathered operands: right, but slow;
+            they warn once and show as ``kind="fallback"`` in ``collectives()``.
 
     Raises:
         ShardingError: on all ranks alike, before anything moves; it names the leaf or the user's source line.
@@ -311,7 +312,10 @@ class Sharded:
             for i, c in enumerate(program.constants)
         ]
         reduce = self.options.precision.reduce if self.options.precision else None
-        local = Partition(call.mesh, experts, reduce).run(program.graph, inputs + constants, out_dims)
+        local = Partition(call.mesh, experts, reduce, self.options.strict).run(
+            program.graph, inputs + constants, out_dims
+        )
+        drop_dead(local.graph)
         pull_updates_forward(local.graph)
         # A plain tensor cannot be taken away from its owner, who would read the new value in it: it is left alone.
         donated = [

@@ -1,0 +1,46 @@
+"""What happens to an op without a rule for its operands: it runs on whole ones. Always right, never fast, never
+silent."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+import torch.fx as fx
+
+from fsharding.errors import ShardingError
+from fsharding.program.partition import VALUES, NoRule, Partition
+from fsharding.program.rules_reduce import substitute, walk, whole_results
+from fsharding.program.source import line_of
+from fsharding.program.values import GroupSizes, Permutation, is_routed
+
+
+def fall_back(p: Partition, node: fx.Node, args, kwargs, why: NoRule):
+    """Gather every operand over all axes, run the op on every rank. Shows as ``kind="fallback"`` in ``collectives()``.
+
+    Raises the refusal itself under ``strict``, for routed rows (their order differs between layouts) and for ops of
+    ours.
+    """
+    if p.strict or not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace == "fsharding":
+        raise ShardingError(str(why)) from None
+    values = [v for v in walk((args, kwargs)) if isinstance(v, VALUES)]
+    if any(isinstance(v, Permutation) for v in values):
+        raise ShardingError(str(why)) from None
+    note, p.emit.note = p.emit.note, {**p.emit.note, "fallback": True}
+    whole = {}
+    for value in values:
+        x = p.total(value.placed if isinstance(value, GroupSizes) else value)
+        if any(map(is_routed, x.dims)):
+            raise ShardingError(str(why)) from None
+        whole[id(value)] = p.unshard(x, x.dims).node
+    args, kwargs = substitute((args, kwargs), whole)
+    kwargs = {k: v for k, v in kwargs.items() if k not in ("pin_memory", "layout")}
+    out = p.emit.call(node.target, *args, **kwargs)
+    p.emit.note = note
+    name = node.target.name().removeprefix("aten::")
+    warnings.warn(
+        f"{line_of(node) or 'fs.shard'}: `{name}` has no rule for operands that are split; every rank gathers them and "
+        "computes the whole (right, but slow). `strict=True` makes this an error.",
+        stacklevel=2,
+    )
+    return whole_results(p, node, out)
