@@ -107,6 +107,8 @@ def test_dtensors_of_a_mesh_without_processes():
     mesh = fs.make_mesh({"a": 1}, device="cpu")
     x = fs.device_put(torch.arange(6.0), mesh, fs.P("a"))
     assert torch.equal((x * 2).full_tensor(), torch.arange(6.0) * 2)
+    same = compat.wrapped_like(compat.local_of(x) + 1, x)
+    assert same.placements == x.placements and torch.equal(same.full_tensor(), torch.arange(6.0) + 1)
     compat.retire(x)
     assert compat.local_of(x).device.type == "meta"
 

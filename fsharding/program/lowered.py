@@ -93,7 +93,7 @@ class Program:
             _block_shape(shape, dims, mesh, coordinates) if kind == "stored" else None
             for kind, dims, shape in self.local.outputs
         ]
-        self._written = [n.target is torch.ops.aten.copy_.default for n in _results(self.local.graph)]
+        self._templates: dict[int, DTensor] = {}
 
     def __call__(self, *args):
         _, leaves, _ = trees.flatten_with_paths((list(args), {}))
@@ -119,13 +119,16 @@ class Program:
     def _wrap(self, out: list[torch.Tensor]):
         mesh, result = self.local.mesh, self.lowered.result
         wrapped = []
-        for x, (kind, dims, shape), own in zip(out, self.local.outputs, self._own, strict=True):
+        for i, (x, (kind, dims, shape), own) in enumerate(zip(out, self.local.outputs, self._own, strict=True)):
             if kind == "whole":
                 wrapped.append(x.detach())  # a new object, should it be the (retired) input itself
                 continue
             if own is not None and tuple(x.shape) != own:
                 x = x[tuple(slice(0, n) for n in own)].contiguous()
-            wrapped.append(wrap_local(x, mesh, dims, shape))
+            if i not in self._templates:
+                # On the meta device, so that no result is kept alive.
+                self._templates[i] = wrap_local(x.to("meta"), mesh, dims, shape)
+            wrapped.append(compat.wrapped_like(x.contiguous(), self._templates[i]))
         it = iter(wrapped)
         count = len(wrapped) + len(result["fixed"])
         leaves = [result["fixed"][i] if i in result["fixed"] else next(it) for i in range(count)]
@@ -140,10 +143,6 @@ class Program:
             x._fsharding_donated = f"`{self.lowered.name}`"
             if isinstance(x, DTensor):
                 compat.retire(x)
-
-
-def _results(graph) -> list:
-    return list(next(n for n in graph.nodes if n.op == "output").args[0])
 
 
 def _pad_of(spec: Input, mesh: Mesh) -> list[int]:
