@@ -125,3 +125,111 @@ def nan_ranks(rank, world):
 
 def test_a_nan_on_one_rank_reaches_every_extremum():
     assert run_ranks(2, nan_ranks) == [[True] * 4] * 2
+
+
+# ---- second round ----------------------------------------------------------------------------------------------------
+def test_padding_of_constants():
+    f = lambda w, x: (
+        x + torch.nn.functional.pad(torch.ones(8, 5), (1, 0)) + torch.nn.functional.pad(x[:, :5], (0, 1), value=2)
+    )
+    equal(f, (W, X), (P(), P("d")), {"d": 2})
+
+
+def written(z):
+    z[:, 0].copy_(z[:, 1] * 2)
+    z[0] = 0.5
+    z[..., -1].add_(z[..., 0])
+    return z
+
+
+TRANSPOSED = {
+    "product": lambda w, x: written(w.T * 2),
+    "clone": lambda w, x: written(w.T.clone()),
+    "pointwise": lambda w, x: written(w.T.exp() + 1),
+    "select": lambda w, x: (z := (w.T * 2), z.select(1, 1).mul_(2), z)[-1],
+    "contiguous": lambda w, x: written(w * 2),
+    "heads": lambda w, x: (z := (x @ w).reshape(8, 2, 4).transpose(1, 2) * 2, z[:, :, 0].mul_(3), z)[-1],
+    "one row": lambda w, x: (z := x @ w, z[:, 2:3].mul_(3), z)[-1],
+}
+
+
+@pytest.mark.parametrize("name", sorted(TRANSPOSED))
+@pytest.mark.parametrize("shape", [{"d": 1}, {"d": 2}], ids=str)
+def test_gradients_of_in_place_writes_follow_memory(name, shape):
+    f = fs.value_and_grad(lambda w, x: (TRANSPOSED[name](w, x).sin()).sum())
+    equal(f, (W, X), (P(None, "d"), P("d")), shape)
+
+
+def test_a_view_that_is_no_slice_of_its_base_is_refused():
+    def f(w, x):
+        z = (x @ w).T.clone().T
+        z[:, 1::3].mul_(3)
+        return z.sum()
+
+    with pytest.raises(fs.ShardingError, match=r"test_found\.py:\d+.*no slice"):
+        equal(fs.grad(f), (W, X), (P(), P("d")), {"d": 2})
+
+
+def test_strided_views_are_decoded_whatever_the_memory():
+    """Every slice of contiguous and transposed tensors, against the view itself."""
+    import itertools
+
+    from fsharding.program.rules_views import strided_cuts
+
+    checked = 0
+    for shape, order in (((4, 5), (1, 0)), ((4, 5), (0, 1)), ((3, 1, 4), (2, 0, 1)), ((2, 3, 4), (1, 2, 0))):
+        base = torch.arange(torch.Size(shape).numel()).view(shape).permute(order)
+        options = [
+            [slice(None), *range(n), *(slice(a, b, c) for a in range(n) for b in range(a + 1, n + 1) for c in (1, 2))]
+            for n in base.shape
+        ]
+        for index in itertools.islice(itertools.product(*options), 0, None, 5):
+            view = base[index]
+            cuts = strided_cuts(base.shape, base.stride(), view.shape, view.stride(), view.storage_offset())
+            if cuts is None:
+                continue
+            slices = (c if isinstance(c, int) else slice(c[0], c[0] + (c[1] - 1) * c[2] + 1, c[2]) for c in cuts)
+            again = base[tuple(slices)]
+            assert torch.equal(again.reshape(view.shape), view), (shape, order, index)
+            checked += 1
+    assert checked > 500
+
+
+def test_closed_over_tensors_that_index_each_other():
+    table, ids = torch.randn(8, 6, generator=G), torch.tensor([2, 0])
+    equal(lambda w, x: x + table[ids].sum() + table[ids % 3, ids % 2].sum(), (W, X), (P(), P("d")), {"d": 2})
+
+
+def test_auxiliary_results_of_any_kind():
+    f = lambda w, x: ((x @ w).square().sum(), {"n": 3, "name": "loss", "none": None, "rows": x @ w})
+    (value, aux), grad = fs.value_and_grad(f, has_aux=True)(W, X)
+    assert aux["n"] == 3 and aux["name"] == "loss" and aux["none"] is None and torch.equal(aux["rows"], X @ W)
+    equal(lambda w, x: fs.value_and_grad(f, has_aux=True)(w, x)[0][1]["rows"], (W, X), (P("d"), P("d")), {"d": 2})
+
+
+def test_numbers_keep_their_precision_beside_float64():
+    sharded = fs.shard(lambda w, c: w * c, fs.make_mesh({"d": 1}, device="cpu"))
+    wide = torch.ones(1, dtype=torch.float64)
+    assert fs.device_get(sharded(wide, 0.1)).item() == 0.1
+    assert fs.device_get(sharded(wide, 1e300)).item() == 1e300
+    assert fs.device_get(sharded(torch.ones(1), 0.1)).dtype == torch.float32
+    with fs.disable_jit():
+        assert fs.device_get(sharded(wide, 0.1)).item() == 0.1
+
+
+def test_arguments_that_no_program_can_take():
+    mesh = fs.make_mesh({"d": 1}, device="cpu")
+    with pytest.raises(fs.ShardingError, match="sparse"):
+        fs.shard(lambda w: w * 2, mesh)(torch.eye(3).to_sparse())
+    with pytest.raises(fs.ShardingError, match="twice"):
+        fs.grad(lambda w: w.sum(), argnums=(0, 0))(W)
+    got = fs.shard(lambda *, w: w * 2, mesh, stored_argnums=-1)(w=W)
+    assert torch.equal(fs.device_get(got), W * 2)
+
+
+def test_the_gradient_of_rows_through_a_model_axis():
+    mesh = fs.make_mesh({"d": 2, "tp": 2}, model_axes=("tp",), fake=True)
+    f = fs.value_and_grad(lambda w, x: (x @ w).sin().sum(), argnums=(0, 1))
+    for spec in (P("tp"), P(None, "tp"), P("d", "tp")):
+        got, _ = simulate(fs.shard(f, mesh), (W, X), (spec, P("d")))
+        assert worst(got, f(W, X)) <= TOLERANCE

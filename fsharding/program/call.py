@@ -26,6 +26,7 @@ class Call:
     static: tuple
     mesh: Mesh
     stored: list[bool]  # which leaves are at rest
+    count: int  # of positional arguments
     name: str  # of the function
 
     def apply(self, fn: Callable, leaves: Sequence[Any]) -> Any:
@@ -58,6 +59,10 @@ def locate(path: str, numbers, names) -> tuple[int, str]:
     return -1, rest.removeprefix(".")
 
 
+def is_wide(leaves: Sequence[Any]) -> bool:
+    return any(getattr(x, "dtype", None) == torch.float64 for x in leaves)
+
+
 def below_argument(path: str) -> str:
     cut = min((i for i in (path.find(".", 1), path.find("[", 1)) if i > 0), default=len(path))
     return path[cut:]
@@ -68,7 +73,13 @@ def tails(path: str) -> tuple[str, str]:
     return (path if not path or path.startswith("[") else f".{path}"), below_argument(path)
 
 
-def abstract(path, x) -> tuple[tuple[int, ...], torch.dtype]:
+def abstract(path, x, wide: bool = False) -> tuple[tuple[int, ...], torch.dtype]:
+    """Shape and dtype of a leaf. Python floats are of the default dtype, or float64 beside float64 tensors
+    (``wide``)."""
+    if isinstance(x, torch.Tensor) and x.layout != torch.strided:
+        raise ShardingError(
+            f"{path} is a sparse tensor ({x.layout}), which no mesh holds: pass its parts, or `.to_dense()`."
+        )
     if isinstance(x, torch.Tensor | ShapeDtype):
         return tuple(x.shape), x.dtype
     if isinstance(x, bool):
@@ -76,7 +87,7 @@ def abstract(path, x) -> tuple[tuple[int, ...], torch.dtype]:
     if isinstance(x, int):
         return (), torch.int64
     if isinstance(x, float):
-        return (), torch.get_default_dtype()
+        return (), torch.float64 if wide else torch.get_default_dtype()
     raise ShardingError(
         f"{path} is a {type(x).__name__}: arguments are tensors, numbers, None and containers of them. Name it in "
         "`static_argnums` or `static_argnames` if it is a setting, or register its class with optree if it holds "

@@ -102,13 +102,13 @@ class Program:
     def run(self, leaves: Sequence[Any]) -> Any:
         device = self.local.mesh.device
         local = []
-        for x, pad, cut in zip(leaves, self._pads, self._cuts, strict=False):
+        for x, pad, cut, spec in zip(leaves, self._pads, self._cuts, self.local.inputs, strict=False):
             if isinstance(x, DTensor):
                 x = compat.local_of(x)
             elif isinstance(x, torch.Tensor):  # a global value: this rank's block of it
                 x = (x[cut] if cut else x).to(device)
             else:
-                x = torch.tensor(x, device=device)
+                x = torch.tensor(x, dtype=spec.dtype, device=device)
             local.append(F.pad(x, pad) if pad else x)
         local += [c if c.device == device else c.to(device) for c in self.lowered.program.constants]
         out = self.runner(local)

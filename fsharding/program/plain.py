@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from fsharding import tree as trees
 from fsharding.annotate.place import device_get, device_put, spec_of
-from fsharding.program.call import Call, below_argument, tails
+from fsharding.program.call import Call, abstract, below_argument, is_wide, tails
 
 _disabled: contextvars.ContextVar[bool] = contextvars.ContextVar("fsharding_disable_jit", default=False)
 
@@ -37,10 +37,12 @@ def is_disabled() -> bool:
 
 def run(call: Call, fn: Callable) -> Any:
     """``fn`` on the full values of a call's arguments, on the mesh's device."""
-    device = call.mesh.device
+    device, wide = call.mesh.device, is_wide(call.leaves)
     leaves = [
-        x.to(device) if isinstance(x, torch.Tensor) else torch.as_tensor(x, device=device)
-        for x in device_get(call.leaves)
+        x.to(device)
+        if isinstance(x, torch.Tensor)
+        else torch.tensor(x, dtype=abstract(path, x, wide)[1], device=device)
+        for path, x in zip(call.paths, device_get(call.leaves), strict=True)
     ]
     with torch.device(device):
         out = call.apply(fn, leaves)

@@ -81,7 +81,12 @@ def like(p: Partition, node, args, kwargs):
         p.emit.note["phase"] = "backward"
         return p.rest(p.placed(g), x.dims, x.name, p.reduce_dtype)
     if isinstance(x, Placed) and any(x.dims):
-        return p.total(p.relayout(p.total(g) if not isinstance(g, Const | Lazy | Spread) else g, x.dims))
+        if not isinstance(g, Const | Lazy | Spread):
+            g = p.total(g)
+            # A model axis that splits the gradient but not the value: the gradient is gathered.
+            pairs = zip(map(p._real, g.dims), map(p._real, x.dims), strict=True)
+            g = p.unshard(g, tuple(a[len(b) :] if a[: len(b)] == b else a for a, b in pairs))
+        return p.total(p.relayout(g, x.dims))
     if isinstance(x, Viewed) or isinstance(g, Const | Lazy | Spread):
         return g
     return p.total(g)

@@ -266,16 +266,22 @@ def flip(p, node, x, over):
     return _result(p, p.emit.call(A.flip.default, x.node, list(over)), x.shape, x.dims, x)
 
 
+def pad(p, node, args, kwargs):
+    x, value = args[0], (args[2] if len(args) > 2 else kwargs.get("value", 0))
+    if isinstance(x, Const) and x.value != value:
+        args = (p.placed(x), *args[1:])  # no longer one number everywhere
+    return _pad(p, node, args, kwargs)
+
+
 @view_rule
-def pad(p, node, x, widths, value=0):
+def _pad(p, node, x, widths, value=0):
     for i in range(len(widths) // 2):
         if widths[2 * i] or widths[2 * i + 1]:
             _need_whole(p, x, x.ndim - 1 - i, "padding")
     if value and x.partial:
         x = p.total(x)
-    return _result(
-        p, p.emit.call(A.constant_pad_nd.default, x.node, list(widths), value), node.meta["val"].shape, x.dims, x
-    )
+    out = p.emit.call(A.constant_pad_nd.default, x.node, list(widths), value)
+    return _result(p, out, node.meta["val"].shape, x.dims, x)
 
 
 @view_rule
@@ -288,42 +294,52 @@ def repeat(p, node, x, times):
     return _result(p, p.emit.call(A.repeat.default, x.node, list(times)), shape, ((),) * missing + x.dims, x)
 
 
-def strided_cuts(shape, size, stride, offset):
-    """``as_strided`` of a contiguous tensor as slices and selections: per dim (start, length, step), or an index.
+def strided_cuts(shape, strides, size, stride, offset):
+    """``as_strided`` as slices and selections: per dim of a base of this shape and strides (start, length, step) or an
+    index.
 
-    None where the strides say anything else. In-place assignments to slices leave such views in their gradients.
+    None where the strides say anything else. Autograd writes such views, in terms of the memory of the base, for
+    in-place assignments to slices; the base may be transposed in memory. Dims of size 1 of the view are left out.
     """
-    own, cuts, out = _strides(shape), [], list(zip(size, stride, strict=True))
-    for n, step_of in zip(shape, own, strict=True):
-        start, offset = divmod(offset, step_of) if step_of else (0, offset)
-        if out and out[0][1] and out[0][1] % step_of == 0 and start + (out[0][0] - 1) * (out[0][1] // step_of) < n:
-            length, step = out[0][0], out[0][1] // step_of
-            cuts.append((start, length, step))
-            out.pop(0)
-        elif start < n:
-            cuts.append(start)
-        else:
+    dims = sorted((d for d, n in enumerate(shape) if n != 1), key=lambda d: -strides[d])
+    dense = all(strides[a] >= strides[b] * shape[b] for a, b in zip(dims, dims[1:], strict=False))
+    if not dense or any(strides[d] <= 0 for d in dims):
+        return None
+    wanted = [i for i, n in enumerate(size) if n != 1]
+    cuts: list = [0] * len(shape)
+    found: dict[int, int] = {}
+    for d in dims:
+        start, offset = divmod(offset, strides[d])
+        fits = [
+            i
+            for i in wanted
+            if stride[i] > 0
+            and stride[i] % strides[d] == 0
+            and start + (size[i] - 1) * (stride[i] // strides[d]) < shape[d]
+        ]
+        if len(fits) > 1 or start >= shape[d]:
             return None
-    return cuts if not out and not offset else None
-
-
-def _strides(shape):
-    out, step = [], 1
-    for n in reversed(shape):
-        out.insert(0, step)
-        step *= max(n, 1)
-    return out
+        cuts[d] = (start, size[fits[0]], stride[fits[0]] // strides[d]) if fits else start
+        if fits:
+            found[d] = fits[0]
+            wanted.remove(fits[0])
+    in_order = [found[d] for d in sorted(found)]
+    return cuts if not wanted and not offset and in_order == sorted(in_order) else None
 
 
 @view_rule
 def as_strided(p, node, x, size, stride, offset=None):
-    return _cut_view(p, x, _cuts(p, x.shape, size, stride, offset))
+    cut = _cut_view(p, x, _cuts(p, node, size, stride, offset))
+    dims = iter(cut.dims)
+    dims = tuple(next(dims) if n != 1 else () for n in size)
+    return _result(p, p.emit.reshape(cut.node, p.local_shape(size, dims)), size, dims, x)
 
 
-def _cuts(p, shape, size, stride, offset):
-    cuts = strided_cuts(shape, size, stride, offset or 0)
+def _cuts(p, node, size, stride, offset):
+    base = node.args[0].meta["val"]  # what one device would have in memory
+    cuts = strided_cuts(base.shape, base.stride(), size, stride, offset or 0)
     if cuts is None:
-        p.refuse("a view by strides that is no slice")
+        p.fail("a view by strides that is no slice: write it with slices, `select` or `unfold`")
     return cuts
 
 
@@ -345,13 +361,21 @@ def _cut_view(p, x, cuts):
 def as_strided_scatter(p, node, args, kwargs):
     """``src`` written into the slice of ``x`` that the strides describe: nested slice and select scatters."""
     x, src, size, stride = args[:4]
-    cuts = _cuts(p, node.meta["val"].shape, size, stride, args[4] if len(args) > 4 else kwargs.get("storage_offset"))
+    cuts = _cuts(p, node, size, stride, args[4] if len(args) > 4 else kwargs.get("storage_offset"))
+    src = _squeezed(p, src)
     kept = [d for d, c in enumerate(cuts) if not isinstance(c, int)]
     whole = [d for d, c in enumerate(cuts) if isinstance(c, int) or c != (0, node.meta["val"].shape[d], 1)]
     labels = [None if d in whole else d for d in range(len(cuts))]
     (x, src), _ = p.align([(x, labels), (src, [labels[d] for d in kept])])
     todo = [c if d in whole else None for d, c in enumerate(cuts)]
     return _result(p, _scatter(p, x.node, src.node, todo, 0), x.shape, x.dims, x)
+
+
+def _squeezed(p, value) -> Placed:
+    x = p.placed(value)
+    keep = [d for d in range(x.ndim) if x.shape[d] != 1]
+    out = p.emit.reshape(x.node, [p.local_size(x.shape[d], x.dims[d]) for d in keep])
+    return Placed(out, tuple(x.shape[d] for d in keep), tuple(x.dims[d] for d in keep), x.partial)
 
 
 def _scatter(p, x, src, cuts, dim):

@@ -25,6 +25,7 @@ from fsharding.program.call import (
     abstract,
     argument_names,
     cut_axes,
+    is_wide,
     locate,
 )
 from fsharding.program.checks import check_leaves, check_memory
@@ -187,8 +188,10 @@ class Sharded:
             number, label = locate(path, numbers, names)
             labels.append(label)
             argnums.append(number)
-        mesh, stored = self._mesh(leaves, labels), self._stored(argnums)
-        return Call(labels, leaves, treedef, argnums, static, mesh, stored, getattr(self.fn, "__name__", "fn"))
+        mesh, stored = self._mesh(leaves, labels), self._stored(argnums, len(args))
+        return Call(
+            labels, leaves, treedef, argnums, static, mesh, stored, len(args), getattr(self.fn, "__name__", "fn")
+        )
 
     def _mesh(self, leaves, paths) -> Mesh:
         mesh, first = self.options.mesh, None
@@ -210,9 +213,9 @@ class Sharded:
             raise ShardingError("no mesh: pass `mesh=` to `fs.shard`, or arguments placed with `fs.device_put`.")
         return mesh
 
-    def _stored(self, argnums: list[int]) -> list[bool]:
-        count = max(argnums, default=0) + 1
-        stored = {n % count if n < 0 else n for n in (*self.options.stored_argnums, *self.options.donate_argnums)}
+    def _stored(self, argnums: list[int], count: int) -> list[bool]:
+        named = (*self.options.stored_argnums, *self.options.donate_argnums)
+        stored = {n + count if n < 0 else n for n in named}
         return [n in stored for n in argnums]
 
     def _function(self) -> Callable:
@@ -232,10 +235,10 @@ class Sharded:
     # ---- lowering -------------------------------------------------------------------------------------------------
     def _inputs(self, call: Call) -> tuple[list[Input], list[torch.Tensor]]:
         mesh, specs = call.mesh, self._specs(call)
-        inputs, fakes = [], []
+        inputs, fakes, wide = [], [], is_wide(call.leaves)
         rows = zip(call.paths, call.leaves, specs, call.stored, strict=True)
         for path, x, spec, at_rest in rows:
-            shape, dtype = abstract(path, x)
+            shape, dtype = abstract(path, x, wide)
             dims = normalize(spec, len(shape), mesh.axis_names, path)
             if isinstance(x, DTensor):
                 have = dims_of(x)
@@ -328,8 +331,7 @@ class Sharded:
         return Lowered(program, local, result, donated, call.name)
 
     def _donated(self, call: Call) -> set[int]:
-        count = max(call.argnums, default=0) + 1
-        return {n % count if n < 0 else n for n in self.options.donate_argnums}
+        return {n + call.count if n < 0 else n for n in self.options.donate_argnums}
 
     def _out_dims(self, mesh, result, program: GlobalProgram, paths):
         if self.options.out_specs is None:

@@ -209,7 +209,7 @@ def _finish(gm: fx.GraphModule) -> fx.GraphModule:
 
 def _lift_attributes(gm: fx.GraphModule) -> list[torch.Tensor]:
     graph, found = gm.graph, {}
-    first = next(n for n in graph.nodes if n.op != "placeholder")
+    first = next(n for n in graph.nodes if n.op not in ("placeholder", "get_attr"))
     for node in [n for n in graph.nodes if n.op == "get_attr"]:
         if node.target not in found:
             with graph.inserting_before(first):

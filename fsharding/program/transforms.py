@@ -148,28 +148,48 @@ def value_and_grad(fn: Callable, argnums: int | Sequence[int] = 0, has_aux: bool
                     f"`argnums` names argument {n}, but the function got {len(args)} positional arguments."
                 )
         where = tuple(n % len(args) for n in numbers)
+        if len(set(where)) < len(where):
+            raise ShardingError(
+                f"`argnums={argnums!r}` names an argument twice: its gradient would be split between them."
+            )
         paths, leaves, treedef = trees.flatten_with_paths(tuple(args[n] for n in where))
         _check_leaves(paths, leaves)
         scope = _scope.get()
+
+        aux_tree: dict[str, Any] = {}
 
         def inner(*xs):
             full = list(args)
             for n, tree in zip(where, trees.unflatten(treedef, xs), strict=True):
                 full[n] = tree
             with _casting(scope, full, kwargs) as (a, kw):
-                return _scalar(fn(*a, **kw), has_aux)
+                out = _scalar(fn(*a, **kw), has_aux)
+            return (out[0], _tensors_of(out[1], aux_tree)) if has_aux else out
 
         if not leaves:
             out = inner()
+            out = (out[0], _with_tensors(out[1], aux_tree)) if has_aux else out
             return out, trees.unflatten(treedef, ()) if not single else args[where[0]]
         value, pull, *aux = torch.func.vjp(inner, *leaves, has_aux=has_aux)
         outer = compat.under_functorch() or any(x.requires_grad for x in leaves)
         with torch.set_grad_enabled(outer), _pulling(scope):
             grads = pull(torch.ones_like(value))
         grads = trees.unflatten(treedef, grads)
-        return (value, aux[0]) if has_aux else value, grads[0] if single else grads
+        return (value, _with_tensors(aux[0], aux_tree)) if has_aux else value, grads[0] if single else grads
 
     return wrapped
+
+
+def _tensors_of(aux: Any, tree: dict) -> tuple:
+    """The tensors of an auxiliary result; the rest of it (numbers, strings, structure) is kept in ``tree``."""
+    _, leaves, tree["def"] = trees.flatten_with_paths(aux)
+    tree["leaves"] = [None if isinstance(x, torch.Tensor) else x for x in leaves]
+    return tuple(x for x in leaves if isinstance(x, torch.Tensor))
+
+
+def _with_tensors(tensors, tree: dict) -> Any:
+    it = iter(tensors)
+    return trees.unflatten(tree["def"], [next(it) if x is None else x for x in tree["leaves"]])
 
 
 def grad(fn: Callable, argnums: int | Sequence[int] = 0, has_aux: bool = False) -> Callable:
