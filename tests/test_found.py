@@ -1,5 +1,7 @@
 """Faults that a hunt for wrong numbers found, each kept as a test."""
 
+import inspect
+
 import pytest
 import torch
 from helpers import run_ranks
@@ -233,3 +235,89 @@ def test_the_gradient_of_rows_through_a_model_axis():
     for spec in (P("tp"), P(None, "tp"), P("d", "tp")):
         got, _ = simulate(fs.shard(f, mesh), (W, X), (spec, P("d")))
         assert worst(got, f(W, X)) <= TOLERANCE
+
+
+# ---- third round -----------------------------------------------------------------------------------------------------
+@pytest.mark.filterwarnings("ignore:.*has no rule")
+@pytest.mark.parametrize("name", sorted(TRANSPOSED))
+def test_in_place_writes_along_a_split_dim_fall_back_by_meaning(name):
+    """The gathered operand lies in memory in another way than one device's: the fallback must not run the raw op."""
+    f = fs.value_and_grad(lambda w, x: (TRANSPOSED[name](w, x).sin()).sum(), argnums=(0, 1))
+    equal(f, (W, X), (P(), P("d")), {"d": 2}, stored_argnums=())
+    if "x @ w" not in inspect.getsource(TRANSPOSED[name]):
+        equal(f, (W, X), (P("d"), P("d")), {"d": 2}, stored_argnums=())
+
+
+def test_an_op_without_a_shape_rule_is_an_error_with_the_line():
+    f = fs.grad(lambda w, x: torch.nn.functional.multi_margin_loss(x @ w, torch.zeros(8, dtype=torch.int64)))
+    try:
+        with pytest.warns(UserWarning):
+            equal(f, (W, X), (P(), P("d")), {"d": 2})
+    except fs.ShardingError as error:
+        assert "test_found.py" in str(error)
+
+
+def test_names_that_are_bound_anew_trace_anew():
+    mesh = fs.make_mesh({"d": 1}, device="cpu")
+    factor, offset = 2.0, torch.ones(3)
+    sharded = fs.shard(lambda w: w * factor + offset, mesh)
+    assert fs.device_get(sharded(torch.ones(3))).tolist() == [3.0] * 3
+    factor = 5.0
+    assert fs.device_get(sharded(torch.ones(3))).tolist() == [6.0] * 3
+    offset = torch.zeros(3)
+    assert fs.device_get(sharded(torch.ones(3))).tolist() == [5.0] * 3
+    offset.fill_(7.0)
+    assert fs.device_get(sharded(torch.ones(3))).tolist() == [12.0] * 3
+
+
+def rank_constants(rank, world):
+    mesh = fs.make_mesh({"d": world})
+    x = fs.from_local(torch.ones(2, 3), mesh, P("d"))
+    try:
+        fs.shard(lambda w, x: (x * torch.tensor(rank + 1.0)).sum(), mesh)(torch.ones(1), x)
+    except fs.ShardingError as error:
+        return str(error)
+
+
+def test_constants_that_differ_between_ranks_are_an_error():
+    assert all("traced different programs" in message for message in run_ranks(2, rank_constants))
+
+
+def one_rank_fails(rank, world):
+    import time
+
+    mesh = fs.make_mesh({"d": world})
+    x = fs.from_local(torch.ones(2, 3), mesh, P("d"))
+
+    def f(w, x):
+        if rank == 1:
+            raise KeyError("a typo on this rank")
+        return x.sum()
+
+    start = time.perf_counter()
+    try:
+        fs.shard(f, mesh)(torch.ones(1), x)
+    except Exception as error:
+        return type(error).__name__, str(error), time.perf_counter() - start
+
+
+def test_a_trace_that_fails_on_one_rank_ends_all():
+    (kind, text, waited), (own, message, _) = run_ranks(2, one_rank_fails)
+    assert kind == "ShardingError" and "a typo on this rank" in text and "ranks [1]" in text and waited < 15
+    assert own == "KeyError" and "a typo" in message
+
+
+def test_gradients_of_rows_that_a_dispatch_cuts():
+    """Tokens that every rank of the expert axis holds are served once; their gradient comes back whole."""
+
+    def f(w, x):
+        r = fs.moe.route((x[:, :2] > 0).long() * 2 + torch.arange(2), 4)
+        return (
+            fs.moe.combine(fs.ragged_dot(fs.moe.dispatch(x, r), w, r.group_sizes), torch.full((8, 2), 0.5), r)
+            .sin()
+            .sum()
+        )
+
+    w = torch.randn(4, 6, 6, generator=G)
+    equal(fs.value_and_grad(f, argnums=(0, 1)), (w, X), (P("ep", "efsdp"), P("efsdp")), {"efsdp": 2, "ep": 2})
+    equal(fs.value_and_grad(f, argnums=(0, 1)), (w, X), (P("ep", "efsdp"), P()), {"efsdp": 2, "ep": 2})

@@ -59,6 +59,44 @@ def locate(path: str, numbers, names) -> tuple[int, str]:
     return -1, rest.removeprefix(".")
 
 
+class _Same:
+    """An object as a key: equal to itself only, and kept alive so that its identity stays its own."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __hash__(self):
+        return id(self.value)
+
+    def __eq__(self, other):
+        return isinstance(other, _Same) and self.value is other.value
+
+
+def captured(fn: Callable) -> tuple:
+    """What a function closes over or reads from its module, tensors by identity and numbers by value.
+
+    Part of a program's key: a name that is bound to another tensor or number traces again.
+    """
+    fn = inspect.unwrap(fn)
+    code = getattr(fn, "__code__", None)
+    if code is None:
+        return ()
+    values = [_contents(cell) for cell in fn.__closure__ or ()]
+    values += [fn.__globals__.get(name) for name in code.co_names]
+    return tuple(
+        _Same(v) if isinstance(v, torch.Tensor) else (type(v), v)
+        for v in values
+        if isinstance(v, torch.Tensor | bool | int | float | str)
+    )
+
+
+def _contents(cell):
+    try:
+        return cell.cell_contents
+    except ValueError:  # not bound yet
+        return None
+
+
 def is_wide(leaves: Sequence[Any]) -> bool:
     return any(getattr(x, "dtype", None) == torch.float64 for x in leaves)
 

@@ -10,7 +10,8 @@ import torch.fx as fx
 
 from fsharding.errors import ShardingError
 from fsharding.program.partition import VALUES, NoRule, Partition
-from fsharding.program.rules_reduce import substitute, walk, whole_results
+from fsharding.program.rules import rule_for
+from fsharding.program.rules_reduce import substitute, walk
 from fsharding.program.source import line_of
 from fsharding.program.values import GroupSizes, Permutation, is_routed
 
@@ -32,15 +33,14 @@ def fall_back(p: Partition, node: fx.Node, args, kwargs, why: NoRule):
         x = p.total(value.placed if isinstance(value, GroupSizes) else value)
         if any(map(is_routed, x.dims)):
             raise ShardingError(str(why)) from None
-        whole[id(value)] = p.unshard(x, x.dims).node
-    args, kwargs = substitute((args, kwargs), whole)
-    kwargs = {k: v for k, v in kwargs.items() if k not in ("pin_memory", "layout")}
-    out = p.emit.call(node.target, *args, **kwargs)
+        whole[id(value)] = p.unshard(x, x.dims)
     p.emit.note = note
+    args, kwargs = substitute((args, kwargs), whole)
     name = node.target.name().removeprefix("aten::")
     warnings.warn(
         f"{line_of(node) or 'fs.shard'}: `{name}` has no rule for operands that are split; every rank gathers them and "
         "computes the whole (right, but slow). `strict=True` makes this an error.",
         stacklevel=2,
     )
-    return whole_results(p, node, out)
+    # By its rule again, which knows what the op means: a kernel could read how its operands lie in memory.
+    return rule_for(node.target)(p, node, args, kwargs)

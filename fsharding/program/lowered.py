@@ -64,7 +64,7 @@ class Lowered:
             raise ShardingError(
                 "the mesh is fake: its programs can be lowered and read, not run. Make it with `fake=False`."
             )
-        texts = agree(mesh, "program", f"{self.name} {self.fingerprint()}")
+        texts = agree(mesh, "program", f"{self.name} {self.fingerprint()} {_digest(self.program.constants)}")
         if len(texts) > 1:
             listed = "; ".join(f"{text} on ranks {ranks[:8]}" for text, ranks in texts.items())
             raise ShardingError(
@@ -72,6 +72,14 @@ class Lowered:
                 "dtypes, specs and settings on every rank, and do not branch on the rank inside."
             )
         return Program(self)
+
+
+def _digest(tensors) -> str:
+    """A hash of the values that a function closes over: they, too, must be the same on every rank."""
+    found = hashlib.sha1()
+    for x in tensors:
+        found.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes() if x.numel() else b"")
+    return found.hexdigest()[:12]
 
 
 class Program:

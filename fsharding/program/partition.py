@@ -115,15 +115,26 @@ class Partition:
                 return self._leave(args[0], node.args[0], out_dims, inputs)
             self.node = node
             self.emit.note = {"phase": phase_of(node), "line": line_of(node)}
-            try:
-                env[node] = rule_for(node.target)(self, node, args, kwargs)
-            except NoRule as why:
-                env[node] = fall_back(self, node, args, kwargs, why)
+            env[node] = self._apply(rule_for(node.target), fall_back, node, args, kwargs)
             for used in node.all_input_nodes:
                 left[used] -= 1
                 if not left[used]:
                     del env[used]
         raise AssertionError("a graph ends with its output")
+
+    def _apply(self, rule, fall_back, node, args, kwargs):
+        try:
+            try:
+                return rule(self, node, args, kwargs)
+            except NoRule as why:
+                return fall_back(self, node, args, kwargs, why)
+        except ShardingError:
+            raise
+        except Exception as error:  # such as an op whose result has no shape rule
+            raise ShardingError(
+                f"{line_of(node)}: `{node.target}` cannot be planned ({type(error).__name__}: {error}). Write it with "
+                "other ops."
+            ) from error
 
     def _enter(self, spec: Input):
         shape = tuple(storage.block_size(self.mesh, n, axes) for n, axes in zip(spec.shape, spec.dims, strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from fsharding import _compat as compat
 from fsharding import tree as trees
-from fsharding.annotate.mesh import Mesh, mesh_of
+from fsharding.annotate.mesh import Mesh, agree, mesh_of
 from fsharding.annotate.param import ShapeDtype
 from fsharding.annotate.place import dims_of, spec_of
 from fsharding.annotate.spec import P, check_sizes, normalize
@@ -24,6 +25,7 @@ from fsharding.program.call import (
     Call,
     abstract,
     argument_names,
+    captured,
     cut_axes,
     is_wide,
     locate,
@@ -154,7 +156,7 @@ class Sharded:
         key = self._key(call)
         program = self._programs.get(key)
         if program is None:
-            program = self._programs[key] = self._lower(call).compile()
+            program = self._programs[key] = self._lower_together(call).compile()
         check_memory(call, program.lowered.donated, program.lowered.program.constants)
         return program.run(call.leaves)
 
@@ -230,7 +232,7 @@ class Sharded:
             else type(x)
             for x in call.leaves
         )
-        return call.treedef, leaves, _typed(call.static), call.mesh
+        return call.treedef, leaves, _typed(call.static), call.mesh, captured(self.fn)
 
     # ---- lowering -------------------------------------------------------------------------------------------------
     def _inputs(self, call: Call) -> tuple[list[Input], list[torch.Tensor]]:
@@ -302,6 +304,16 @@ class Sharded:
                 f"`experts` names axis {experts.axis!r}, which the mesh does not have ({', '.join(mesh.axis_names)})."
             )
         return experts
+
+    def _lower_together(self, call: Call) -> Lowered:
+        """Lower; a rank that fails says so where the others compare their programs, so that they do not wait for it."""
+        try:
+            return self._lower(call)
+        except Exception as error:
+            if not call.mesh.phantom:
+                with contextlib.suppress(ShardingError):
+                    agree(call.mesh, "program", f"`{call.name}` failed: {type(error).__name__}: {error}", timeout_s=20)
+            raise
 
     def _lower(self, call: Call) -> Lowered:
         experts = self._experts(call.mesh)
