@@ -5,7 +5,15 @@ import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import pytest  # noqa: E402
 import torch  # noqa: E402
 
 torch.set_num_threads(1)
 sys.path.insert(0, os.path.dirname(__file__))
+
+
+@pytest.fixture(autouse=True)
+def _on_cpu(request, monkeypatch):
+    """All but the kernel tests run on the CPU, also on a machine with GPUs: what is exact is tested there."""
+    if "kernels" not in request.path.parts:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
