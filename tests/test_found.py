@@ -321,3 +321,26 @@ def test_gradients_of_rows_that_a_dispatch_cuts():
     w = torch.randn(4, 6, 6, generator=G)
     equal(fs.value_and_grad(f, argnums=(0, 1)), (w, X), (P("ep", "efsdp"), P("efsdp")), {"efsdp": 2, "ep": 2})
     equal(fs.value_and_grad(f, argnums=(0, 1)), (w, X), (P("ep", "efsdp"), P()), {"efsdp": 2, "ep": 2})
+
+
+def test_a_compiled_program_takes_what_it_was_lowered_for():
+    mesh = fs.make_mesh({"d": 1}, device="cpu")
+    sharded = fs.shard(lambda w, x, k: (x @ w) * k, mesh, static_argnums=2)
+    w, x = fs.device_put(W, mesh, P("d")), fs.device_put(X, mesh, P("d"))
+    exe = sharded.lower(w, x, 2).compile()
+    assert torch.equal(fs.device_get(exe(w, x, 2)), X @ W * 2)
+    for args, words in (
+        ((w, fs.device_put(X[:4], mesh, P("d")), 2), "x is"),
+        ((w.double(), x, 2), "w is"),
+        ((fs.device_put(W, mesh, P(None, "d")), x, 2), "w is"),
+        ((w, x, 3), "static"),
+        (([w], x, 2), "structure"),
+    ):
+        with pytest.raises(fs.ShardingError, match=words):
+            exe(*args)
+
+
+def test_a_sharded_function_inside_another_keeps_its_precision():
+    mesh = fs.make_mesh({"d": 1}, device="cpu")
+    inner = fs.shard(lambda w, x: x @ w, mesh, precision="bf16")
+    assert fs.device_get(fs.shard(lambda w, x: inner(w, x), mesh)(W, X)).dtype == torch.bfloat16

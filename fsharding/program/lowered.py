@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,10 +13,12 @@ from torch.distributed.tensor import DTensor
 from fsharding import _compat as compat
 from fsharding import tree as trees
 from fsharding.annotate.mesh import Mesh, agree
-from fsharding.annotate.place import wrap_local
+from fsharding.annotate.place import describe, dims_of, wrap_local
 from fsharding.annotate.spec import local_slices, padded_shape
 from fsharding.errors import ShardingError
 from fsharding.program import explain
+from fsharding.program.call import Call, abstract, is_wide
+from fsharding.program.checks import check_leaves, check_memory
 from fsharding.program.execute import Runner, aliases, set_device
 from fsharding.program.partition import Input, LocalProgram
 from fsharding.program.trace import GlobalProgram
@@ -25,8 +27,17 @@ from fsharding.program.trace import GlobalProgram
 class Lowered:
     """A program that was planned but not run: text, collectives, memory and cost, for any mesh, without processes."""
 
-    def __init__(self, program: GlobalProgram, local: LocalProgram, result: dict, donated: list[int], name: str):
-        self.program, self.local, self.result, self.donated, self.name = program, local, result, donated, name
+    def __init__(
+        self,
+        program: GlobalProgram,
+        local: LocalProgram,
+        result: dict,
+        donated: list[int],
+        call: Call,
+        bind: Callable,
+    ):
+        self.program, self.local, self.result, self.donated = program, local, result, donated
+        self.name, self.treedef, self.static, self.bind = call.name, call.treedef, call.static, bind
 
     def as_text(self) -> str:
         """The local program of a rank, the same on every rank; collectives are marked."""
@@ -103,9 +114,26 @@ class Program:
         ]
         self._templates: dict[int, DTensor] = {}
 
-    def __call__(self, *args):
-        _, leaves, _ = trees.flatten_with_paths((list(args), {}))
-        return self.run(leaves)
+    def __call__(self, *args, **kwargs):
+        """Run on arguments of the same structure, shapes, dtypes and specs. Raises ShardingError for any others."""
+        call = self.lowered.bind(args, kwargs)
+        check_leaves(call)
+        if call.treedef != self.lowered.treedef or call.static != self.lowered.static:
+            raise ShardingError(
+                f"the compiled program of `{self.lowered.name}` got arguments of another structure or other static "
+                "arguments than it was lowered for: lower it again, or call the sharded function."
+            )
+        wide = is_wide(call.leaves)
+        for path, x, spec in zip(call.paths, call.leaves, self.local.inputs, strict=False):
+            shape, dtype = abstract(path, x, wide)
+            dims = dims_of(x) if isinstance(x, DTensor) else spec.dims
+            if (shape, dtype, dims) != (spec.shape, spec.dtype, spec.dims):
+                raise ShardingError(
+                    f"{path} is {describe(x)}, but the program of `{self.lowered.name}` was lowered for {spec.dtype} "
+                    f"{spec.shape} over {spec.dims}: lower it again, or call the sharded function."
+                )
+        check_memory(call, self.lowered.donated, self.lowered.program.constants)
+        return self.run(call.leaves)
 
     def run(self, leaves: Sequence[Any]) -> Any:
         device = self.local.mesh.device

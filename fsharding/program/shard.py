@@ -147,8 +147,9 @@ class Sharded:
         self._programs: dict[Any, Program] = {}
 
     def __call__(self, *args, **kwargs):
-        if compat.current_tracer() is not None:  # inside another sharded function: a part of its global program
-            return self.fn(*args, **kwargs)
+        if compat.current_tracer() is not None:
+            # Inside another sharded function: a part of its global program, partitioned by that one's settings.
+            return self._function()(*args, **kwargs)
         call = self._bind(args, kwargs)
         check_leaves(call)
         if plain.is_disabled():
@@ -340,7 +341,7 @@ class Sharded:
         ]
         write_back(local, donated, tensors)
         self._warn_if_replicated(local, inputs)
-        return Lowered(program, local, result, donated, call.name)
+        return Lowered(program, local, result, donated, call, self._bind)
 
     def _donated(self, call: Call) -> set[int]:
         return {n + call.count if n < 0 else n for n in self.options.donate_argnums}
