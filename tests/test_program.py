@@ -1,6 +1,5 @@
 """Programs are data: what a program gathers, sends and computes is read off its graph, without processes."""
 
-import time
 from collections import Counter
 
 import pytest
@@ -185,18 +184,16 @@ def test_updates_run_leaf_by_leaf_and_in_place():
     assert explain.peak_after_backward(kept.local) >= 2 * stored
 
 
-def test_lowering_for_4096_ranks_costs_what_8_cost():
-    def seconds(shape):
-        start = time.perf_counter()
-        low = lowered(shape, params=init(layers=1), rows=4096)
-        return time.perf_counter() - start, low
-
-    seconds({"replicate": 1, "efsdp": 4, "ep": 2})  # warm
-    small, _ = seconds({"replicate": 1, "efsdp": 4, "ep": 2})
-    large, low = seconds({"replicate": 8, "efsdp": 64, "ep": 8})
-    assert large < 2 * small + 0.5
-    assert low.local.mesh.size == 4096
-    assert low.cost_analysis()["parallel_efficiency"] > 0.99
+def test_a_program_for_4096_ranks_is_no_larger_than_one_for_8():
+    """Nothing is written per rank (``examples/benchmarks/lowering.py`` times it)."""
+    small = lowered({"replicate": 1, "efsdp": 4, "ep": 2}, params=init(layers=1), rows=4096)
+    twice = lowered({"replicate": 2, "efsdp": 2, "ep": 2}, params=init(layers=1), rows=4096)
+    large = lowered({"replicate": 8, "efsdp": 64, "ep": 8}, params=init(layers=1), rows=4096)
+    assert large.local.mesh.size == 4096
+    # Leaves of 16 rows are uneven over 512 ranks: padding adds a node here and there.
+    assert len(large.local.graph.nodes) <= 1.2 * len(twice.local.graph.nodes)
+    assert len(large.as_text()) < 1.3 * len(twice.as_text()) and len(small.as_text()) < len(twice.as_text())
+    assert large.cost_analysis()["parallel_efficiency"] > 0.99
 
 
 def test_text_is_for_people_and_hides_no_collective():
@@ -251,18 +248,6 @@ def test_constants_and_random_numbers_are_made_at_local_size():
     )
     largest = max(n.meta["val"].numel() for n in low.local.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor))
     assert largest <= 4096 // 64 * 8 * 8
-
-
-def test_trace_and_partition_time_per_layer():
-    """At most 0.4 s for each further MoE layer; measured between two depths, so that start-up does not count."""
-
-    def seconds(layers):
-        start = time.process_time()
-        lowered({"replicate": 1, "efsdp": 2, "ep": 2}, params=init(layers=layers))
-        return time.process_time() - start
-
-    seconds(1)
-    assert (seconds(5) - seconds(1)) / 4 <= 0.4
 
 
 def test_experts_none_gathers_experts_as_any_weight():
