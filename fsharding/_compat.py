@@ -207,6 +207,14 @@ def placement_key(tensor: torch.Tensor):
     return tensor._spec
 
 
+def address_of(x) -> tuple:
+    """Where a leaf lies: address and size in memory of its local block; () for what is no tensor."""
+    if not isinstance(x, torch.Tensor):
+        return ()
+    local = x._local_tensor if isinstance(x, DTensor) else x
+    return local.data_ptr(), local.nbytes, local.stride()
+
+
 def wrapped_like(local: torch.Tensor, template: torch.Tensor) -> torch.Tensor:
     """A DTensor of ``local`` with the mesh, placements and global shape of a DTensor that has them already.
 

@@ -14,7 +14,7 @@ import optree
 
 from .errors import ShardingError
 
-__all__ = ["broadcast_prefix", "flatten_with_paths", "map_with_path", "unflatten"]
+__all__ = ["broadcast_prefix", "flatten", "flatten_with_paths", "map_with_path", "unflatten"]
 
 IsLeaf = Callable[[Any], bool] | None
 
@@ -27,6 +27,11 @@ def flatten_with_paths(tree: Any, is_leaf: IsLeaf = None) -> tuple[list[str], li
     """
     accessors, leaves, treedef = optree.tree_flatten_with_accessor(tree, is_leaf=is_leaf)
     return [_path(accessor) for accessor in accessors], leaves, treedef
+
+
+def flatten(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
+    """Leaves and structure, without the paths: for what runs at every step."""
+    return optree.tree_flatten(tree)
 
 
 def unflatten(treedef: optree.PyTreeSpec, leaves: Sequence[Any]) -> Any:

@@ -113,6 +113,7 @@ class Program:
             for kind, dims, shape in self.local.outputs
         ]
         self._templates: dict[int, DTensor] = {}
+        self._addresses: tuple = ()
 
     def __call__(self, *args, **kwargs):
         """Run on arguments of the same structure, shapes, dtypes and specs. Raises ShardingError for any others."""
@@ -132,7 +133,16 @@ class Program:
                     f"{path} is {describe(x)}, but the program of `{self.lowered.name}` was lowered for {spec.dtype} "
                     f"{spec.shape} over {spec.dims}: lower it again, or call the sharded function."
                 )
-        check_memory(call, self.lowered.donated, self.lowered.program.constants)
+        return self.checked(call)
+
+    def checked(self, call: Call) -> Any:
+        """Run on a call's leaves, unless a donated one shares memory with another; looked up once for each set of
+        addresses."""
+        if self.lowered.donated:
+            addresses = tuple(compat.address_of(x) for x in call.leaves)
+            if addresses != self._addresses:
+                check_memory(call, self.lowered.donated, self.lowered.program.constants)
+                self._addresses = addresses
         return self.run(call.leaves)
 
     def run(self, leaves: Sequence[Any]) -> Any:

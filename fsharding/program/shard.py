@@ -30,7 +30,7 @@ from fsharding.program.call import (
     is_wide,
     locate,
 )
-from fsharding.program.checks import check_leaves, check_memory
+from fsharding.program.checks import check_leaves
 from fsharding.program.donate import drop_dead, pull_updates_forward, write_back
 from fsharding.program.lowered import Lowered, Program
 from fsharding.program.partition import Experts, Input, LocalProgram, Partition
@@ -145,6 +145,7 @@ class Sharded:
         functools.update_wrapper(self, fn, updated=())
         self.fn, self.options = fn, options
         self._programs: dict[Any, Program] = {}
+        self._labels: dict[Any, tuple[list[str], list[int], list[bool]]] = {}
 
     def __call__(self, *args, **kwargs):
         if compat.current_tracer() is not None:
@@ -158,8 +159,7 @@ class Sharded:
         program = self._programs.get(key)
         if program is None:
             program = self._programs[key] = self._lower_together(call).compile()
-        check_memory(call, program.lowered.donated, program.lowered.program.constants)
-        return program.run(call.leaves)
+        return program.checked(call)
 
     def lower(self, *args, **kwargs) -> Lowered:
         """The program for these arguments (tensors or :class:`ShapeDtype` leaves). No data is read, nothing is sent."""
@@ -183,18 +183,24 @@ class Sharded:
             hash(static)
         except TypeError as error:
             raise ShardingError(f"static arguments must be hashable: {error}.") from None
-        paths, leaves, treedef = trees.flatten_with_paths((list(dynamic.values()), named))
-        numbers = list(dynamic)
-        names = argument_names(self.fn, len(args))
-        labels, argnums = [], []
-        for path in paths:
-            number, label = locate(path, numbers, names)
-            labels.append(label)
-            argnums.append(number)
-        mesh, stored = self._mesh(leaves, labels), self._stored(argnums, len(args))
+        tree = (list(dynamic.values()), named)
+        leaves, treedef = trees.flatten(tree)
+        known = (treedef, len(args))
+        if known not in self._labels:
+            self._labels[known] = self._label(tree, list(dynamic), len(args))
+        paths, argnums, stored = self._labels[known]
+        mesh = self._mesh(leaves, paths)
         return Call(
-            labels, leaves, treedef, argnums, static, mesh, stored, len(args), getattr(self.fn, "__name__", "fn")
+            paths, leaves, treedef, argnums, static, mesh, stored, len(args), getattr(self.fn, "__name__", "fn")
         )
+
+    def _label(self, tree, numbers: list[int], count: int) -> tuple[list[str], list[int], list[bool]]:
+        """Per leaf its key path as the user would write it, its positional argument (or -1), and whether it is
+        stored."""
+        names = argument_names(self.fn, count)
+        places = [locate(path, numbers, names) for path in trees.flatten_with_paths(tree)[0]]
+        argnums = [number for number, _ in places]
+        return [label for _, label in places], argnums, self._stored(argnums, count)
 
     def _mesh(self, leaves, paths) -> Mesh:
         mesh, first = self.options.mesh, None
