@@ -344,3 +344,19 @@ def test_a_sharded_function_inside_another_keeps_its_precision():
     mesh = fs.make_mesh({"d": 1}, device="cpu")
     inner = fs.shard(lambda w, x: x @ w, mesh, precision="bf16")
     assert fs.device_get(fs.shard(lambda w, x: inner(w, x), mesh)(W, X)).dtype == torch.bfloat16
+
+
+def test_0d_values_are_summed_and_turned_like_others():
+    for stored in ((), (1,)):
+        count = lambda x, s: x + (s > 0).sum() + (s > 0).sum(0, keepdim=True) + torch.count_nonzero(s, 0)
+        equal(count, (X, S), (P("d"), P()), {"d": 2}, stored_argnums=stored)
+        got, _ = simulate(
+            fs.shard(
+                lambda x, s: ((s > 0).sum(), s.int().sum(0)), fs.make_mesh({"d": 2}, fake=True), stored_argnums=stored
+            ),
+            (X, S),
+            (P("d"), P()),
+        )
+        assert [g.dtype for g in got] == [torch.int64, torch.int64]
+        equal(lambda x, s: s.transpose(0, 0), (X, S), (P("d"), P()), {"d": 2}, stored_argnums=stored)
+        equal(lambda x, s: s.flip(0) * x, (X, S), (P("d"), P()), {"d": 2}, stored_argnums=stored)

@@ -8,6 +8,7 @@ rows* (between ``dispatch`` and ``combine``), which are placed values whose firs
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -123,17 +124,23 @@ class Partition:
         raise AssertionError("a graph ends with its output")
 
     def _apply(self, rule, fall_back, node, args, kwargs):
-        try:
+        with self._planned():
             try:
                 return rule(self, node, args, kwargs)
             except NoRule as why:
                 return fall_back(self, node, args, kwargs, why)
+
+    @contextlib.contextmanager
+    def _planned(self):
+        """Whatever goes wrong in a rule, such as an op without a shape function, names the op and the user's line."""
+        try:
+            yield
         except ShardingError:
             raise
-        except Exception as error:  # such as an op whose result has no shape rule
+        except Exception as error:
             raise ShardingError(
-                f"{line_of(node)}: `{node.target}` cannot be planned ({type(error).__name__}: {error}). Write it with "
-                "other ops."
+                f"{line_of(self.node)}: `{self.node.target}` cannot be planned ({type(error).__name__}: {error}). "
+                "Write it with other ops."
             ) from error
 
     def _enter(self, spec: Input):
@@ -149,7 +156,8 @@ class Partition:
             self.node = source
             self.emit.note = {"phase": phase_of(source), "line": line_of(source)}
             want = out_dims[i] if out_dims is not None else None
-            kind, dims, shape, node = self._output(value, want)
+            with self._planned():
+                kind, dims, shape, node = self._output(value, want)
             nodes.append(node)
             outputs.append((kind, dims, shape))
         self.emit.graph.output(nodes)

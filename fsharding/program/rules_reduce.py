@@ -51,7 +51,11 @@ def _sum(p, node, x: Placed, dims, keepdim, dtype):
     if dtype is not None and x.partial and dtype.itemsize < dtype_of(x.node).itemsize:
         x = p.total(x)
     kw = {"dtype": dtype} if dtype is not None else {}
-    out = p.emit.call(A.sum.dim_IntList, x.node, dims, keepdim, **kw) if x.ndim else p.emit.cast(x.node, dtype)
+    out = (
+        p.emit.call(A.sum.dim_IntList, x.node, dims, keepdim, **kw)
+        if x.ndim
+        else p.emit.call(A.sum.default, x.node, **kw)
+    )
     partial = x.partial | frozenset(p.mesh.sort_axes(split))
     return Placed(out, p.shape_of_meta(), _left(x.dims, dims, keepdim), frozenset(partial))
 
@@ -76,7 +80,11 @@ def _stored_sum(p, node, x: Stored, dims, keepdim, dtype):
         return _sum(p, node, p.placed(x), dims, keepdim, dtype)
     local = _masked(p, x, 0)
     kw = {"dtype": dtype} if dtype is not None else {}
-    out = p.emit.call(A.sum.dim_IntList, local, dims, keepdim, **kw) if x.shape else p.emit.cast(local, dtype)
+    out = (
+        p.emit.call(A.sum.dim_IntList, local, dims, keepdim, **kw)
+        if x.shape
+        else p.emit.call(A.sum.default, local, **kw)
+    )
     left = _left(x.dims, dims, keepdim)
     if any(d in dims for d in cut):
         return Placed(out, p.shape_of_meta(), ((),) * len(left), frozenset(a for d in cut for a in p._real(x.dims[d])))

@@ -131,7 +131,8 @@ def permute(p, node, x, order):
 @view_rule
 def transpose(p, node, x, a, b):
     order = list(range(x.ndim))
-    order[a], order[b] = order[b], order[a]
+    if order:  # a 0-d value may be transposed as well
+        order[a], order[b] = order[b], order[a]
     return _result(p, p.emit.permute(x.node, order), [x.shape[d] for d in order], [x.dims[d] for d in order], x)
 
 
@@ -261,7 +262,7 @@ def _shape(value):
 
 @view_rule
 def flip(p, node, x, over):
-    for dim in over:
+    for dim in over if x.ndim else ():
         _need_whole(p, x, dim % x.ndim, "a flip")
     return _result(p, p.emit.call(A.flip.default, x.node, list(over)), x.shape, x.dims, x)
 

@@ -15,6 +15,8 @@ from fsharding import _compat as compat
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _MODELS = os.path.join(_OURS, "models")
 _STANDARD = os.path.dirname(os.__file__)
+# Code that programs write; other names in angle brackets are what a user typed (a prompt, a notebook, an ``exec``).
+_GENERATED = ("<frozen", "<string", "<eval_with_key", "<sharded program", "<__array_function__")
 _SKIP = (
     compat.TORCH_ROOT,
     *(os.path.dirname(module.__spec__.origin or "") for module in (optree, einops)),
@@ -24,7 +26,7 @@ _SKIP = (
 
 def is_user_file(name: str) -> bool:
     """Is this a file of the user's (or of a model, which is code that a user could have written)?"""
-    if name.startswith("<") and not name.startswith("<stdin") and not name.startswith("<ipython"):
+    if name.startswith(_GENERATED):
         return False
     if name.startswith(_OURS):
         return name.startswith(_MODELS)
