@@ -75,7 +75,9 @@ class Lowered:
             raise ShardingError(
                 "the mesh is fake: its programs can be lowered and read, not run. Make it with `fake=False`."
             )
-        texts = agree(mesh, "program", f"{self.name} {self.fingerprint()} {_digest(self.program.constants)}")
+        # As long as a collective would wait: a rank may come late, from loading its data.
+        text = f"{self.name} {self.fingerprint()} {_digest(self.program.constants)}"
+        texts = agree(mesh, "program", text, timeout_s=mesh.timeout_s)
         if len(texts) > 1:
             listed = "; ".join(f"{text} on ranks {ranks[:8]}" for text, ranks in texts.items())
             raise ShardingError(
