@@ -52,16 +52,6 @@ def coordinates(alias: str, rank: int) -> dict[str, int]:
     return out
 
 
-def axis_index(alias: str, rank: int | None = None) -> int:
-    """The rank's index among the blocks that the alias's axes cut, major to minor in the order that the alias names."""
-    sizes, axes = parse(alias)
-    where = coordinates(alias, current_rank() if rank is None else rank)
-    index = 0
-    for axis in axes:
-        index = index * sizes[axis] + where[axis]
-    return index
-
-
 def axes_size(alias: str) -> int:
     sizes, axes = parse(alias)
     return math.prod(sizes[axis] for axis in axes)

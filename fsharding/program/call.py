@@ -131,7 +131,3 @@ def abstract(path, x, wide: bool = False) -> tuple[tuple[int, ...], torch.dtype]
         "`static_argnums` or `static_argnames` if it is a setting, or register its class with optree if it holds "
         "tensors."
     )
-
-
-def cut_axes(mesh, dims):
-    return tuple(tuple(a for a in axes if mesh.shape[a] > 1) for axes in dims)

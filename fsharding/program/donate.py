@@ -3,7 +3,6 @@ early."""
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 
 import torch
@@ -11,6 +10,7 @@ import torch.fx as fx
 
 from fsharding.program.call import below_argument, tails
 from fsharding.program.partition import LocalProgram
+from fsharding.program.trace import is_view
 
 A = torch.ops.aten
 C = torch.ops._c10d_functional
@@ -19,13 +19,8 @@ _STARTED = {C.all_gather_into_tensor.default, C.reduce_scatter_tensor.default, C
 
 
 def shares_memory(node: fx.Node) -> bool:
-    """May the result show the memory of the first operand? Views say so in their schema; so does ``copy_``."""
-    if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
-        return False
-    if node.target is operator.getitem or node.target is C.wait_tensor.default:
-        return True
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and any(r.alias_info is not None for r in schema.returns)
+    """May the result show the memory of the first operand? What is waited for shows that of its collective."""
+    return is_view(node) or node.target is C.wait_tensor.default
 
 
 def memory_of(graph: fx.Graph) -> dict[fx.Node, fx.Node]:

@@ -161,7 +161,7 @@ class Program:
         local += [c if c.device == device else c.to(device) for c in self.lowered.program.constants]
         out = self.runner(local)
         if self.lowered.donated:
-            self._retire(leaves, local)
+            self._retire(leaves)
         return self._wrap(out)
 
     def _wrap(self, out: list[torch.Tensor]):
@@ -182,7 +182,7 @@ class Program:
         leaves = [result["fixed"][i] if i in result["fixed"] else next(it) for i in range(count)]
         return trees.unflatten(result["treedef"], leaves)
 
-    def _retire(self, leaves, local) -> None:
+    def _retire(self, leaves) -> None:
         """Donated leaves hold no value any more: a later use fails instead of reading what took their place."""
         for i in self.lowered.donated:
             x = leaves[i]

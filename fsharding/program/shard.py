@@ -18,6 +18,7 @@ from fsharding.annotate.mesh import Mesh, agree, mesh_of
 from fsharding.annotate.param import ShapeDtype
 from fsharding.annotate.place import dims_of, spec_of
 from fsharding.annotate.spec import P, check_sizes, normalize
+from fsharding.comm.storage import real_axes
 from fsharding.errors import ShardingError
 from fsharding.moe.all_to_all import DISPATCHERS
 from fsharding.program import plain
@@ -26,14 +27,13 @@ from fsharding.program.call import (
     abstract,
     argument_names,
     captured,
-    cut_axes,
     is_wide,
     locate,
 )
 from fsharding.program.checks import check_leaves
 from fsharding.program.donate import drop_dead, pull_updates_forward, write_back
 from fsharding.program.lowered import Lowered, Program
-from fsharding.program.partition import Experts, Input, LocalProgram, Partition
+from fsharding.program.partition import Experts, Input, LocalProgram, Partition, same_dims
 from fsharding.program.trace import GlobalProgram, trace
 from fsharding.program.transforms import Precision, check_gradient_scope, with_precision
 
@@ -134,6 +134,11 @@ def _typed(value):
     return type(value), value, repr(value) if isinstance(value, float | complex) else None
 
 
+def _from_start(numbers: Sequence[int], count: int) -> set[int]:
+    """Argument numbers, negative ones counted from the end of ``count`` positional arguments."""
+    return {n + count if n < 0 else n for n in numbers}
+
+
 def _numbers(value) -> tuple[int, ...]:
     return (value,) if isinstance(value, int) else tuple(value)
 
@@ -223,12 +228,11 @@ class Sharded:
         return mesh
 
     def _stored(self, argnums: list[int], count: int) -> list[bool]:
-        named = (*self.options.stored_argnums, *self.options.donate_argnums)
-        stored = {n + count if n < 0 else n for n in named}
+        stored = _from_start((*self.options.stored_argnums, *self.options.donate_argnums), count)
         return [n in stored for n in argnums]
 
     def _function(self) -> Callable:
-        return with_precision(self.fn, self.options.precision, self.options.stored_argnums)
+        return with_precision(self.fn, self.options.precision)
 
     def _key(self, call: Call):
         leaves = tuple(
@@ -251,7 +255,7 @@ class Sharded:
             dims = normalize(spec, len(shape), mesh.axis_names, path)
             if isinstance(x, DTensor):
                 have = dims_of(x)
-                if spec is not None and cut_axes(mesh, have) != cut_axes(mesh, dims):
+                if spec is not None and not same_dims(mesh, have, dims):
                     raise ShardingError(
                         f"{path} is placed as {spec_of(x)}, but `in_specs` says {spec}. Leave `in_specs` out, or "
                         "`fs.reshard` it."
@@ -350,7 +354,7 @@ class Sharded:
         return Lowered(program, local, result, donated, call, self._bind)
 
     def _donated(self, call: Call) -> set[int]:
-        return {n + call.count if n < 0 else n for n in self.options.donate_argnums}
+        return _from_start(self.options.donate_argnums, call.count)
 
     def _out_dims(self, mesh, result, program: GlobalProgram, paths):
         if self.options.out_specs is None:
@@ -368,7 +372,7 @@ class Sharded:
 
     def _warn_if_replicated(self, local: LocalProgram, inputs) -> None:
         mesh = local.mesh
-        rows = any(i.kind == "rows" and any(cut_axes(mesh, i.dims)) for i in inputs)
+        rows = any(i.kind == "rows" and any(real_axes(mesh, axes) for axes in i.dims) for i in inputs)
         gathers = any(n.meta.get("custom", {}).get("collective") == "all_gather" for n in local.graph.nodes)
         if mesh.size > 1 and not rows and gathers:
             warnings.warn(

@@ -239,7 +239,7 @@ def _refuse_mutated_inputs(gm: fx.GraphModule) -> None:
     """An argument, or a view of one, that is written in place."""
     for node in gm.graph.nodes:
         for base in _written(node) if _mutates(node) else ():
-            while base.op == "call_function" and _is_view(base):
+            while is_view(base):
                 base = base.args[0]
             if base.op == "placeholder":
                 raise ShardingError(
@@ -258,8 +258,10 @@ def _written(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-def _is_view(node: fx.Node) -> bool:
-    if not node.args or not isinstance(node.args[0], fx.Node):
+def is_view(node: fx.Node) -> bool:
+    """May the result show the memory of the first operand? Views, and ops that return what they wrote, say so in their
+    schema."""
+    if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
         return False
     schema = getattr(node.target, "_schema", None)
     return node.target is operator.getitem or (

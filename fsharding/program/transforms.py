@@ -93,7 +93,7 @@ def precision_scope(precision: Precision | None):
         _scope.reset(token)
 
 
-def with_precision(fn: Callable, precision: Precision | None, stored: Sequence[int] = (0,)) -> Callable:
+def with_precision(fn: Callable, precision: Precision | None) -> Callable:
     """``fn`` with the casts of ``precision``: inside its ``fs.grad``, or at its entry if it has none."""
     if precision is None:
         return fn
