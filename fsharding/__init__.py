@@ -12,6 +12,7 @@ from fsharding.program.explain import Collective
 from fsharding.program.partition import Experts
 from fsharding.program.plain import disable_jit
 from fsharding.program.shard import Schedule, shard
+from fsharding.program.table import register_rule, rules
 from fsharding.program.transforms import Precision, accumulate, grad, microbatches, value_and_grad
 from fsharding.version import __version__
 
@@ -40,7 +41,9 @@ __all__ = [
     "optim",
     "ragged_dot",
     "random",
+    "register_rule",
     "reshard",
+    "rules",
     "shard",
     "spec_of",
     "value_and_grad",

@@ -28,13 +28,13 @@ def constant(value_of):
         val = node.meta["val"]
         return Const(value_of(args, kwargs), tuple(val.shape), val.dtype)
 
+    rule.__doc__ = "One number everywhere: made with the block that it meets, never whole."
     return rule
 
 
 def constant_like(value_of):
-    """``zeros_like`` and others: of a stored value at rest, of rows as rows."""
-
     def rule(p: Partition, node, args, kwargs):
+        """``zeros_like`` and others: of a stored value at rest, of rows as rows."""
         val, x = node.meta["val"], args[0]
         value = value_of(args, kwargs)
         if isinstance(x, Stored) and x.shape == tuple(val.shape):
@@ -100,6 +100,7 @@ def attention(p: Partition, node, args, kwargs):
 
 
 def attention_backward(p: Partition, node, args, kwargs):
+    """Local in the batch and head dims (B, H), as attention is."""
     g, q, k, v, out, lse, mask, *rest = args
     tensors = (g, q, k, v, out, lse, mask)
     kinds = (0, 0, 1, 2, 0, 4, 3)
@@ -304,19 +305,35 @@ RULES = {
     moe_ops.segment_sum_raw: moe.segment_sum,
 }
 
-# Elementwise ops that PyTorch (or an older version of it) does not tag as such.
-_POINTWISE = {
-    getattr(getattr(A, name), overload)
-    for name, overload in (
-        entry.split(".")
-        for entry in """masked_fill.Scalar masked_fill.Tensor silu_backward.default
-        gelu_backward.default fmod.Tensor leaky_relu.default leaky_relu_backward.default elu.default
-        elu_backward.default hardtanh.default hardtanh_backward.default hardswish.default hardswish_backward.default
-        hardsigmoid.default hardsigmoid_backward.default softplus.default softplus_backward.default threshold.default
-        threshold_backward.default mish.default mish_backward.default sigmoid_backward.default tanh_backward.default
-        nan_to_num.default log_sigmoid_backward.default""".split()
-    )
-}
+# Elementwise ops that the trace leaves whole: `op` or `op:overload,overload`. PyTorch's own tag is not the authority:
+# each of these is compared with one device (tests/test_pointwise.py).
+_POINTWISE = """
+    __lshift__:Scalar,Tensor __rshift__:Scalar,Tensor _conj_physical abs acos acosh add:Scalar,Tensor angle asin asinh
+    atan atan2 atanh bitwise_and:Scalar,Scalar_Tensor,Tensor bitwise_left_shift:Scalar_Tensor,Tensor,Tensor_Scalar
+    bitwise_not bitwise_or:Scalar,Scalar_Tensor,Tensor bitwise_right_shift:Scalar_Tensor,Tensor,Tensor_Scalar
+    bitwise_xor:Scalar,Scalar_Tensor,Tensor ceil clamp:Tensor,default conj_physical copysign:Scalar,Tensor cos cosh
+    digamma div:Scalar,Scalar_mode,Tensor,Tensor_mode elu eq:Scalar,Tensor erf erfc erfinv exp exp2 expm1 floor fmax
+    fmin fmod:Scalar,Tensor gcd ge:Scalar,Tensor gelu gelu_backward gt:Scalar,Tensor hardtanh hypot i0 igamma igammac
+    isinf isnan lcm ldexp:Tensor le:Scalar,Tensor leaky_relu lgamma log log10 log1p log2 logical_and logical_not
+    logical_or logical_xor lt:Scalar,Tensor maximum minimum mul:Scalar,Tensor ne:Scalar,Tensor neg nextafter polygamma
+    positive pow:Scalar,Tensor_Scalar,Tensor_Tensor reciprocal relu remainder:Scalar,Scalar_Tensor,Tensor
+    round:decimals,default rsqrt sigmoid sigmoid_backward sign signbit silu silu_backward sin sinh special_bessel_j0
+    special_bessel_j1 special_bessel_y0 special_bessel_y1 special_erfcx special_i0e special_i1 special_i1e
+    special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0 special_modified_bessel_k1
+    special_ndtri special_zeta:default,other_scalar,self_scalar sqrt sub:Scalar,Tensor tan tanh tanh_backward trunc
+    where:self
+"""
+
+
+def _overloads(words: str):
+    for word in words.split():
+        name, _, overloads = word.partition(":")
+        for overload in overloads.split(",") if overloads else ["default"]:
+            yield getattr(getattr(A, name), overload)
+
+
+POINTWISE = frozenset(_overloads(_POINTWISE))
+USER: dict = {}  # op -> (rule, the torch version on which its samples agreed); see ``table.register_rule``
 
 
 def _random(p: Partition, node, args, kwargs):
@@ -324,13 +341,14 @@ def _random(p: Partition, node, args, kwargs):
 
 
 def rule_for(target):
-    """The rule that serves an op; ops without one run on values that every rank holds whole, and are refused
-    otherwise."""
+    """The rule that serves an op, at the cost of a lookup; ops without one run on values that every rank holds whole,
+    and are refused otherwise."""
+    if target in USER:
+        return USER[target][0]
     if target in RULES:
         return RULES[target]
-    tags = getattr(target, "tags", ())
-    if target in _POINTWISE or torch.Tag.pointwise in tags:
+    if target in POINTWISE:
         return pw.pointwise
-    if torch.Tag.nondeterministic_seeded in tags:
+    if torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()):
         return _random
     return red.replicated

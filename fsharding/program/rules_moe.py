@@ -32,6 +32,7 @@ def _expert_axis(p: Partition) -> str | None:
 
 
 def route(p: Partition, node, args, kwargs):
+    """A plan: which rows go where, over the axes that split the tokens."""
     ids, num_experts = args
     x = p.total(ids)
     axis = _expert_axis(p)
@@ -106,6 +107,7 @@ def _routed(p, node, out, state, feature):
 
 
 def dispatch(p: Partition, node, args, kwargs):
+    """Token rows to expert rows, over the experts' axis by the chosen dispatcher."""
     x, perm, _, k = args
     state = _routing(p, perm)
     x = _tokens(p, x, state)
@@ -114,6 +116,7 @@ def dispatch(p: Partition, node, args, kwargs):
 
 
 def dispatch_t(p: Partition, node, args, kwargs):
+    """Expert rows back to token rows: the transpose of dispatch."""
     g, perm, _, k = args
     state = _routing(p, perm)
     g = _rows(p, g, state)
@@ -130,6 +133,7 @@ def _returned(p, y: Placed, state):
 
 
 def combine(p: Partition, node, args, kwargs):
+    """Expert rows back to token rows, summed with their weights."""
     y, w, perm, _ = args
     state = _routing(p, perm)
     y, w = _rows(p, y, state), _tokens(p, w, state)
@@ -138,6 +142,7 @@ def combine(p: Partition, node, args, kwargs):
 
 
 def combine_t(p: Partition, node, args, kwargs):
+    """The transpose of combine in its rows."""
     g, w, perm, _ = args
     state = _routing(p, perm)
     g, w = _tokens(p, g, state), _tokens(p, w, state)
@@ -146,6 +151,7 @@ def combine_t(p: Partition, node, args, kwargs):
 
 
 def combine_w(p: Partition, node, args, kwargs):
+    """The transpose of combine in its weights."""
     g, y, perm, _, k = args
     state = _routing(p, perm)
     g, y = _tokens(p, g, state), _rows(p, y, state)
@@ -191,6 +197,7 @@ def _state_of_sizes(p, sizes, x):
 
 
 def ragged_dot(p: Partition, node, args, kwargs):
+    """Rows where they are, weights as the experts are split."""
     x, w, sizes = args
     state = _state_of_sizes(p, sizes, x)
     if state is None:
@@ -216,6 +223,7 @@ def _summed_axes(p, state):
 
 
 def ragged_dw(p: Partition, node, args, kwargs):
+    """Per-expert gradients; axes that split tokens but not experts leave a pending sum."""
     x, g, sizes = args
     state = _state_of_sizes(p, sizes, x)
     if state is None:
@@ -226,6 +234,7 @@ def ragged_dw(p: Partition, node, args, kwargs):
 
 
 def expand(p: Partition, node, args, kwargs):
+    """Per-expert values for each row, split as the experts are."""
     b, sizes, _ = args
     state = _state_of_sizes(p, sizes, b)
     if state is None:
@@ -236,6 +245,7 @@ def expand(p: Partition, node, args, kwargs):
 
 
 def segment_sum(p: Partition, node, args, kwargs):
+    """Per-expert sums of rows; axes that split tokens but not experts leave a pending sum."""
     g, sizes = args
     state = _state_of_sizes(p, sizes, g)
     if state is None:

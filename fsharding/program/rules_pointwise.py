@@ -42,6 +42,7 @@ def identity(p, node, args, kwargs):
 
 
 def to_copy(p, node, args, kwargs):
+    """Elementwise; a pending sum stays pending where the cast loses nothing."""
     dtype = kwargs.get("dtype")
     x = args[0]
     if dtype is None or (isinstance(x, Placed | Stored) and dtype_of(x.node) == dtype):

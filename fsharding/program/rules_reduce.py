@@ -188,18 +188,22 @@ def _whole(p, x, dims, what):
 
 # ---- products --------------------------------------------------------------------------------------------------------
 def mm(p, node, args, kwargs):
+    """Split over m and n; a split k leaves a pending sum."""
     return p.contract(A.mm.default, [(args[0], "mk"), (args[1], "kn")], "mn")
 
 
 def bmm(p, node, args, kwargs):
+    """Split over b, m and n; a split k leaves a pending sum."""
     return p.contract(A.bmm.default, [(args[0], "bmk"), (args[1], "bkn")], "bmn")
 
 
 def mv(p, node, args, kwargs):
+    """Split over m; a split k leaves a pending sum."""
     return p.contract(A.mv.default, [(args[0], "mk"), (args[1], "k")], "m")
 
 
 def dot(p, node, args, kwargs):
+    """A split k leaves a pending sum."""
     return p.contract(A.dot.default, [(args[0], "k"), (args[1], "k")], "")
 
 
@@ -246,6 +250,7 @@ def along(positions, dim_of, outputs=None):
             return tuple(Placed(p.emit.item(out, i), tuple(v.shape), dims) for i, v in enumerate(node.meta["val"]))
         return Placed(out, p.shape_of_meta(), dims)
 
+    rule.__doc__ = "Local in all dims but those it runs along, which must be whole."
     return rule
 
 
@@ -254,10 +259,12 @@ def arg(position, name="dim", default=-1):
 
 
 def getitem(p, node, args, kwargs):
+    """One of several results."""
     return args[0][args[1]]
 
 
 def embedding(p: Partition, node, args, kwargs):
+    """Split over the ids' dims and the feature dim; the vocabulary must be whole."""
     weight, ids = args[0], args[1]
     ndim = len(_shape(ids))
     labels = [("i", d) for d in range(ndim)]
@@ -267,6 +274,7 @@ def embedding(p: Partition, node, args, kwargs):
 
 
 def embedding_backward(p: Partition, node, args, kwargs):
+    """Split over the feature dim; rows that are split leave a pending sum."""
     grad, ids = args[0], args[1]
     if args[4]:
         p.refuse("`embedding` with `scale_grad_by_freq`: the frequencies are those of one rank")
@@ -347,6 +355,7 @@ def index_put(p: Partition, node, args, kwargs):
 
 
 def index_select(p: Partition, node, args, kwargs):
+    """As indexing: the indexed dim must be whole, the ids may be split."""
     x, dim, ids = args
     indices = [None] * (dim % len(_shape(x))) + [ids]
     return index(p, node, (x, indices), {})

@@ -54,6 +54,7 @@ def _result(p, out, shape, dims, x):
 
 @view_rule
 def reshape(p, node, x, sizes, *rest, **kwargs):
+    """Axes follow their dims; a split that would interleave blocks is refused."""
     shape = tuple(node.meta["val"].shape)
     dims = reshaped_dims(p, x.shape, shape, x.dims)
     return _result(p, p.emit.reshape(x.node, p.local_shape(shape, dims)), shape, dims, x)
@@ -124,12 +125,14 @@ def groups(before, after):
 
 @view_rule
 def permute(p, node, x, order):
+    """Axes go with their dims."""
     order = [d % x.ndim for d in order]
     return _result(p, p.emit.permute(x.node, order), [x.shape[d] for d in order], [x.dims[d] for d in order], x)
 
 
 @view_rule
 def transpose(p, node, x, a, b):
+    """Axes go with their dims."""
     order = list(range(x.ndim))
     if order:  # a 0-d value may be transposed as well
         order[a], order[b] = order[b], order[a]
@@ -138,12 +141,14 @@ def transpose(p, node, x, a, b):
 
 @view_rule
 def matrix_transpose(p, node, x):
+    """Axes go with their dims."""
     order = list(range(x.ndim))[::-1]
     return _result(p, p.emit.permute(x.node, order), x.shape[::-1], x.dims[::-1], x)
 
 
 @view_rule
 def unsqueeze(p, node, x, dim):
+    """The new dim is whole."""
     dim %= x.ndim + 1
     shape, dims = list(x.shape), list(x.dims)
     shape.insert(dim, 1)
@@ -153,6 +158,7 @@ def unsqueeze(p, node, x, dim):
 
 @view_rule
 def squeeze(p, node, x, dim=None):
+    """Axes of the dims that are left stay."""
     dims = range(x.ndim) if dim is None else [dim] if isinstance(dim, int) else dim
     drop = {d % x.ndim for d in dims if x.ndim and x.shape[d % x.ndim] == 1}
     keep = [d for d in range(x.ndim) if d not in drop]
@@ -161,6 +167,7 @@ def squeeze(p, node, x, dim=None):
 
 
 def expand(p, node, args, kwargs):
+    """A dim that is expanded stays small until it meets a value that is split there."""
     value = args[0]
     shape = tuple(node.meta["val"].shape)
     if isinstance(value, Const):
@@ -194,6 +201,7 @@ def _need_whole(p, x, dim, what):
 
 @view_rule
 def select(p, node, x, dim, index):
+    """The dim that is selected from must be whole."""
     dim %= x.ndim
     _need_whole(p, x, dim, "an index (of micro-batches: each needs rows for every rank that splits them)")
     out = p.emit.call(A.select.int, x.node, dim, index)
@@ -202,6 +210,7 @@ def select(p, node, x, dim, index):
 
 @view_rule
 def slice_(p, node, x, dim=0, start=None, end=None, step=1):
+    """Local if the sliced dim is whole, or not cut short."""
     dim %= x.ndim
     shape = tuple(node.meta["val"].shape)
     if shape == x.shape:
@@ -230,6 +239,7 @@ def _split(p, node, x, sizes, dim, shapes):
 
 
 def unbind(p, node, args, kwargs):
+    """The dim that is unbound must be whole."""
     x, dim = args[0], (args[1] if len(args) > 1 else kwargs.get("dim", 0))
     x = p.placed(x)
     dim %= x.ndim
@@ -262,12 +272,14 @@ def _shape(value):
 
 @view_rule
 def flip(p, node, x, over):
+    """The flipped dims must be whole."""
     for dim in over if x.ndim else ():
         _need_whole(p, x, dim % x.ndim, "a flip")
     return _result(p, p.emit.call(A.flip.default, x.node, list(over)), x.shape, x.dims, x)
 
 
 def pad(p, node, args, kwargs):
+    """The padded dims must be whole."""
     x, value = args[0], (args[2] if len(args) > 2 else kwargs.get("value", 0))
     if isinstance(x, Const) and x.value != value:
         args = (p.placed(x), *args[1:])  # no longer one number everywhere
@@ -287,6 +299,7 @@ def _pad(p, node, x, widths, value=0):
 
 @view_rule
 def repeat(p, node, x, times):
+    """Repeated dims must be whole."""
     shape = tuple(node.meta["val"].shape)
     missing = len(shape) - x.ndim
     for d in range(x.ndim):
@@ -330,6 +343,7 @@ def strided_cuts(shape, strides, size, stride, offset):
 
 @view_rule
 def as_strided(p, node, x, size, stride, offset=None):
+    """A view by strides, as slices and selections of the base; refused where it is none."""
     cut = _cut_view(p, x, _cuts(p, node, size, stride, offset))
     dims = iter(cut.dims)
     dims = tuple(next(dims) if n != 1 else () for n in size)
@@ -398,6 +412,7 @@ def _scatter(p, x, src, cuts, dim):
 
 
 def select_scatter(p, node, args, kwargs):
+    """The dim that is written to must be whole."""
     x, src, dim, index = args
     shape = node.meta["val"].shape
     dim %= len(shape)

@@ -93,6 +93,12 @@ def _table() -> dict:
     return table
 
 
+def decomposed() -> list[str]:
+    """Names of the ops that are rewritten into others when a function is traced."""
+    ops = [op for op in _table() if isinstance(op, torch._ops.OpOverload) and not op._schema.is_mutable]
+    return sorted({op.name() for op in ops if op.namespace == "aten" and not op.name().startswith("aten::_")})
+
+
 class _Constants:
     """Closed-over tensors, each recorded once as an attribute of the traced graph."""
 
