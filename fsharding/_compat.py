@@ -115,6 +115,14 @@ def current_tracer():
     return None if mode is None else mode.tracer
 
 
+def node_of(x: torch.Tensor):
+    """The node that made a tensor in the running trace, seen through ``torch.func`` levels; None for any other."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    tracer = current_tracer()
+    return None if tracer is None else proxy_tensor.get_proxy_slot(x, tracer, None, lambda held: held.proxy.node)
+
+
 def backward_sequence() -> int | None:
     """Sequence number of the forward op whose derivative is running now; None outside of a backward pass."""
     node = torch._C._current_autograd_node()
@@ -169,12 +177,15 @@ def track_constant(fake: torch.Tensor, real: torch.Tensor, name: str):
 
 
 @contextlib.contextmanager
-def watch_gradients(after: Callable):
-    """``after(gradient, input)`` replaces each gradient that a ``torch.func`` transform computes."""
+def watch_gradients(after: Callable, before: Callable | None = None):
+    """``after(gradient, input)`` replaces each gradient that a ``torch.func`` transform computes, and
+    ``before(cotangent, output)`` each cotangent that it starts from."""
     inner = eager_transforms._autograd_grad
 
-    def outer(outputs, inputs, *args, **kwargs):
-        grads = inner(outputs, inputs, *args, **kwargs)
+    def outer(outputs, inputs, grad_outputs=None, *args, **kwargs):
+        if grad_outputs is not None and before is not None:
+            grad_outputs = tuple(before(g, y) for g, y in zip(grad_outputs, outputs, strict=True))
+        grads = inner(outputs, inputs, grad_outputs, *args, **kwargs)
         return tuple(after(g, x) for g, x in zip(grads, inputs, strict=True))
 
     eager_transforms._autograd_grad = outer
@@ -223,6 +234,26 @@ def wrapped_like(local: torch.Tensor, template: torch.Tensor) -> torch.Tensor:
     return DTensor(local, template._spec, requires_grad=False)
 
 
+def leaf_of_class(cls, local: torch.Tensor, template: torch.Tensor) -> torch.Tensor:
+    """As :func:`wrapped_like`, of a subclass of DTensor, and with the local value's dtype."""
+    if template.dtype != local.dtype:
+        template = DTensor.from_local(local, template.device_mesh, template.placements, run_check=False,
+                                      shape=template.shape, stride=template.stride())
+    return DTensor.__new__(cls, local, template._spec, requires_grad=False)
+
+
+def without_torch_function():
+    """A tensor subclass's own ``__torch_function__`` is left out."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def no_torch_function():
+    """No ``__torch_function__`` runs, neither of modes nor of subclasses."""
+    return torch._C.DisableTorchFunction()
+
+
 def retire(tensor: torch.Tensor) -> None:
     """Take a DTensor's local value away: a later use fails instead of reading what took its place."""
     tensor._local_tensor = torch.empty_like(tensor._local_tensor, device="meta")
+    if hasattr(tensor, "_blocks"):  # of simulated ranks
+        tensor._blocks = ()

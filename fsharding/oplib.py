@@ -14,13 +14,15 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fsharding._compat import below_autograd
+from fsharding._compat import below_autograd, no_torch_function
 from fsharding.errors import ShardingError
 
 # A fragment may be opened again (a reloaded module); a "DEF" of the same namespace may not.
 LIB = torch.library.Library("fsharding", "FRAGMENT")
 
 _lifter: contextvars.ContextVar[Callable | None] = contextvars.ContextVar("fsharding_lifter", default=None)
+
+_aligner: contextvars.ContextVar[Callable | None] = contextvars.ContextVar("fsharding_aligner", default=None)
 
 
 @contextlib.contextmanager
@@ -33,21 +35,41 @@ def lifting(function: Callable):
         _lifter.reset(token)
 
 
-def operands(*values):
-    """Operands of a public op, closed-over tensors replaced by inputs of the program that is being traced."""
+@contextlib.contextmanager
+def aligning(function: Callable):
+    """In the body of a ``shard_map``: ``function(values)`` makes the operands of a public op of ours alike in type."""
+    token = _aligner.set(function)
+    try:
+        yield
+    finally:
+        _aligner.reset(token)
+
+
+def lifted(*values):
+    """Tensors that a function closes over replaced by inputs of the program that is being traced."""
     lift = _lifter.get()
-    return values if lift is None else tuple(lift(v) if isinstance(v, torch.Tensor) else v for v in values)
+    if lift is None:
+        return values
+    with no_torch_function():  # recording a tensor is no call of the function that is traced
+        return tuple(lift(v) if isinstance(v, torch.Tensor) else v for v in values)
 
 
-def _tensors(values):
-    for value in values:
+def operands(*values):
+    """Operands of a public op as the running trace needs them: lifted, and in a ``shard_map`` of one type."""
+    values, align = lifted(*values), _aligner.get()
+    return values if align is None else tuple(align(values))
+
+
+def tensors_in(values):
+    """The tensors in nested lists, tuples and dicts."""
+    for value in values.values() if isinstance(values, dict) else values:
         if isinstance(value, torch.Tensor):
             yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)
+        elif isinstance(value, list | tuple | dict):
+            yield from tensors_in(value)
 
 
-def raw_op(schema: str, kernel: Callable, fake: Callable, *, cuda: Callable | None = None):
+def raw_op(schema: str, kernel: Callable, fake: Callable, *, cuda: Callable | None = None, tags: Sequence = ()):
     """Register one raw op and return its overload.
 
     Args:
@@ -55,9 +77,10 @@ def raw_op(schema: str, kernel: Callable, fake: Callable, *, cuda: Callable | No
         kernel: what runs on any device (on CPU only if ``cuda`` is given).
         fake: the same signature, returns empty tensors of the right shape.
         cuda: the kernel for CUDA tensors, where it differs.
+        tags: of ``torch.Tag``.
     """
     name = schema.split("(")[0]
-    LIB.define(schema)
+    LIB.define(schema, tags=tags)
     if cuda is None:
         LIB.impl(name, kernel, "CompositeExplicitAutograd")
     else:
@@ -66,14 +89,14 @@ def raw_op(schema: str, kernel: Callable, fake: Callable, *, cuda: Callable | No
     torch.library.register_fake(f"fsharding::{name}", fake, lib=LIB)
     overload = getattr(torch.ops.fsharding, name).default
 
-    def refuse(keys, *args):
-        if torch.is_grad_enabled() and any(x.requires_grad for x in _tensors(args)):
+    def refuse(keys, *args, **kwargs):
+        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors_in(args)):
             raise ShardingError(
                 f"`fsharding::{name}` has no derivative of this order. Call the public function instead of the raw op, "
                 "or stop the gradient with `.detach()`."
             )
         with below_autograd():
-            return overload(*args)
+            return overload(*args, **kwargs)
 
     LIB.impl(name, refuse, "Autograd", with_keyset=True)
     return overload

@@ -35,26 +35,47 @@ def forward_launch(x, w_in, w_out, weights, offsets, perm, inverse, rows, blocks
 def backward_launch(
     g, x, w_in, w_out, weights, h, offsets, perm, inverse, rows, blocks, order, activation, needs
 ):  # fmt: skip
-    """Gradients of (x, w_in, w_out, weights), empty where not needed.
+    """Gradients of (x, w_in, w_out, weights), empty where not needed."""
+    scale = row_weights(weights, perm)
+    dx, dw_in, dw_out, dscale = rows_backward_launch(
+        g, x, w_in, w_out, scale, h, offsets, rows, blocks, order, activation, needs, scatter=False
+    )  # fmt: skip
+    dx = combine_launch(dx, None, inverse) if needs[0] else dx
+    return dx, dw_in, dw_out, slot_values(dscale, inverse, weights) if needs[3] else dscale
+
+
+def rows_forward_launch(x, w_in, w_out, offsets, rows, blocks, order, activation, keep):
+    """The layer on rows x [R, H] in any order: rows[r] is where row r of the expert order stands among them.
+
+    Returns (y [R, H] in the order of x, unweighted; h [R, 2I] in expert order, or [0, 2I] unless `keep`). Neither side
+    is permuted in memory: the up-product gathers its operand, the down-product scatters its result.
+    """
+    h, a = glu_launch(x, w_in, offsets, blocks, rows, activation, keep)
+    return rows_launch(a, w_out, offsets, blocks, target=rows), h
+
+
+def rows_backward_launch(
+    g, x, w_in, w_out, scale, h, offsets, rows, blocks, order, activation, needs, scatter=True
+):  # fmt: skip
+    """Gradients of (x, w_in, w_out, scale), empty where not needed, where row r of the layer is scale[r]·y[r].
+
+    g and x hold the rows that `rows` [R] reads, in any order; scale, h and d scale are in expert order. dx comes in
+    expert order too, or with `scatter` (rows must then be a permutation) in the order of x.
 
     Where the table says so, g's rows are copied once for the two products that read them, and x's for one.
     """
     copy, none = copies(g, w_out, rows.shape[0]), x.new_empty(0)
     g, g_index = (gather_launch(g, rows), None) if copy else (g, rows)
-    dh, a, dscale = glu_backward_launch(
-        g, w_out, h, row_weights(weights, perm), offsets, blocks, g_index, activation
-    )  # fmt: skip
-    dx = dw_in = dw_out = dweights = none
+    dh, a, dscale = glu_backward_launch(g, w_out, h, scale, offsets, blocks, g_index, activation)
+    dx = dw_in = dw_out = none
     if needs[2]:
         dw_out = wgrad_launch(a, g, offsets, order, None, g_index)
     del a, g  # a layer's largest temporaries: gone before the next ones are made
-    if needs[0]:
-        dx = combine_launch(rows_launch(dh, w_in, offsets, blocks, transposed=True), None, inverse)
-    if needs[1]:
+    if needs[1]:  # before dx, so that a copy of x's rows and dx are not alive together
         dw_in = wgrad_launch(x, dh, offsets, order, rows, None)
-    if needs[3]:
-        dweights = slot_values(dscale, inverse, weights)
-    return dx, dw_in, dw_out, dweights
+    if needs[0]:
+        dx = rows_launch(dh, w_in, offsets, blocks, transposed=True, target=rows if scatter else None)
+    return dx, dw_in, dw_out, dscale if needs[3] else none
 
 
 def row_weights(weights, perm):

@@ -12,13 +12,24 @@ from .combine import gather_launch
 from .registry import define, dense_rows, programs, tma_ready
 from .routing import BLOCK_M, capacity
 from .table import Config, configure
-from .tiles import GATHER, POINTER, TMA, load_rows, load_weight, store_parts, swizzle, zero_tail
+from .tiles import (
+    GATHER,
+    POINTER,
+    TMA,
+    load_rows,
+    load_weight,
+    scatter_parts,
+    store_parts,
+    swizzle,
+    zero_scattered,
+    zero_tail,
+)
 
 
 @triton.jit(do_not_specialize=["M"])  # a data change must not compile anew
 def rows_kernel(
-    x, w, y, y_tail, index, bias, scale, blocks, M, N, K, x_stride, w_expert, w_row, y_stride, bias_stride,
-    X_MODE: tl.constexpr, W_TMA: tl.constexpr, Y_TMA: tl.constexpr, TRANSPOSED: tl.constexpr,
+    x, w, y, y_tail, index, target, bias, scale, blocks, M, N, K, x_stride, w_expert, w_row, y_stride, bias_stride,
+    X_MODE: tl.constexpr, W_TMA: tl.constexpr, Y_TMA: tl.constexpr, SCATTER: tl.constexpr, TRANSPOSED: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, EVEN_K: tl.constexpr, DTYPE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     SPLIT: tl.constexpr, FLATTEN: tl.constexpr,
@@ -51,16 +62,24 @@ def rows_kernel(
             acc += tl.load(place, mask=at < N, other=0.0).to(tl.float32)[None, :]
         if HAS_SCALE:
             acc *= tl.load(scale + start + tl.arange(0, BLOCK_M), mask=valid, other=0.0)[:, None]
-        store_parts(y, start, end, col, y_stride, N, acc, SPLIT, DTYPE, Y_TMA)
-    zero_tail(y_tail, tl.load(blocks + 1), M, N, y_stride, DTYPE, 1024)
+        if SCATTER:
+            place = tl.load(target + start + tl.arange(0, BLOCK_M), mask=valid, other=0)
+            scatter_parts(y, place, valid, col, y_stride, N, acc, SPLIT, DTYPE)
+        else:
+            store_parts(y, start, end, col, y_stride, N, acc, SPLIT, DTYPE, Y_TMA)
+    if SCATTER:
+        zero_scattered(y_tail, target, tl.load(blocks + 1), M, N, y_stride, DTYPE, 1024)
+    else:
+        zero_tail(y_tail, tl.load(blocks + 1), M, N, y_stride, DTYPE, 1024)
 
 
 def rows_launch(
-    x, w, offsets, blocks, index=None, bias=None, scale=None, transposed=False, *, config: Config | None = None,
-    tma: int = 2,
+    x, w, offsets, blocks, index=None, bias=None, scale=None, transposed=False, target=None, *,
+    config: Config | None = None, tma: int = 2,
 ):  # fmt: skip
     """Launch on x [M, K] (or [T, K] with `index` [M]), w [E, K, N]; `transposed` swaps K and N. Returns [M, N].
 
+    With `target` [M], a permutation, row r of the product is written to row target[r] of the result.
     `config` and `tma` override the table and the use of the copy engine: 0 nowhere, 1 without the descriptors whose
     bounds wrap around (Triton's interpreter refuses those), 2 everywhere.
     """
@@ -76,19 +95,21 @@ def rows_launch(
     if w.stride(-1) != 1 and w.stride(-2) == 1:  # [E, K, N] that rests as [E, N, K]: read it the other way round
         w, transposed = w.mT, not transposed
     w = dense_rows(w)
-    if config.impl == "torch" and index is None and bias is None and scale is None and tma_ready(x, w, y):
+    bare = index is None and bias is None and scale is None and target is None
+    if config.impl == "torch" and bare and tma_ready(x, w, y):
         return library_rows(x, w.mT if transposed else w, offsets, blocks)
     n, k = config.block_n, config.block_k
-    x_mode, w_tma, y_tma = tiles.mode(x, index, tma > 0), tma > 0 and tma_ready(w), tma > 1 and tma_ready(y)
+    x_mode, w_tma = tiles.mode(x, index, tma > 0), tma > 0 and tma_ready(w)
+    y_tma = tma > 1 and target is None and tma_ready(y)
     rows_kernel[(launch_grid(config, count, w.shape[0], cols, x.device),)](
         tiles.matrix(x, BLOCK_M, k) if x_mode == 1 else x,
         (tiles.weight(w, n, k) if transposed else tiles.weight(w, k, n)) if w_tma else w,
         tiles.ragged(y, BLOCK_M, n >> config.split) if y_tma else y,
-        y, index, bias, scale, blocks, count, cols, inner, x.stride(0), w.stride(0), w.stride(1), y.stride(0),
+        y, index, target, bias, scale, blocks, count, cols, inner, x.stride(0), w.stride(0), w.stride(1), y.stride(0),
         0 if bias is None else bias.stride(0),
-        X_MODE=x_mode, W_TMA=w_tma, Y_TMA=y_tma, TRANSPOSED=transposed, HAS_BIAS=bias is not None,
-        HAS_SCALE=scale is not None, EVEN_K=inner % k == 0, DTYPE=tiles.dtype(x), BLOCK_M=BLOCK_M, BLOCK_N=n,
-        BLOCK_K=k, GROUP=config.group, SPLIT=config.split, FLATTEN=config.flatten,
+        X_MODE=x_mode, W_TMA=w_tma, Y_TMA=y_tma, SCATTER=target is not None, TRANSPOSED=transposed,
+        HAS_BIAS=bias is not None, HAS_SCALE=scale is not None, EVEN_K=inner % k == 0, DTYPE=tiles.dtype(x),
+        BLOCK_M=BLOCK_M, BLOCK_N=n, BLOCK_K=k, GROUP=config.group, SPLIT=config.split, FLATTEN=config.flatten,
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     return y
@@ -129,7 +150,7 @@ def library_rows(x, w, offsets, blocks):
     return y
 
 
-def rows_reference(x, w, offsets, blocks, index=None, bias=None, scale=None, transposed=False):
+def rows_reference(x, w, offsets, blocks, index=None, bias=None, scale=None, transposed=False, target=None):
     """Plain torch, accumulating in fp32 (fp64 stays fp64); one product a group."""
     count, cols, _ = shapes(x, w, blocks, index, transposed)
     high = torch.promote_types(x.dtype, torch.float32)
@@ -144,16 +165,17 @@ def rows_reference(x, w, offsets, blocks, index=None, bias=None, scale=None, tra
         start = max(start, end)
     if scale is not None:
         y[:start] *= scale[:start, None].to(high)
-    return y.to(w.dtype)
+    y = y.to(w.dtype)
+    return y if target is None else torch.empty_like(y).index_copy_(0, target.long(), y)
 
 
-def rows_fake(x, w, offsets, blocks, index=None, bias=None, scale=None, transposed=False):
+def rows_fake(x, w, offsets, blocks, index=None, bias=None, scale=None, transposed=False, target=None):
     count = x.shape[0] if index is None else index.shape[0]
     return x.new_empty((count, w.shape[1] if transposed else w.shape[2]))
 
 
 rows_op = define(
     "grouped(Tensor x, Tensor w, Tensor offsets, Tensor blocks, Tensor? index=None, Tensor? bias=None, "
-    "Tensor? scale=None, bool transposed=False) -> Tensor",
+    "Tensor? scale=None, bool transposed=False, Tensor? target=None) -> Tensor",
     cpu=rows_reference, cuda=rows_launch, fake=rows_fake,
 )  # fmt: skip

@@ -22,6 +22,7 @@ class Config(NamedTuple):
     split: int = 1  # the epilogue goes in 2**split column pieces
     flatten: bool = True  # one pipelined loop over tiles and reduction
     per_sm: int = 1  # resident programs a multiprocessor
+    stream: int = 32  # of the weight gradient: steps of imbalance from which on tiles are split; 0 never
 
 
 DEFAULT = {

@@ -119,6 +119,33 @@ def zero_tail(out, first, rows, cols, stride, dtype: tl.constexpr, BLOCK: tl.con
 
 
 @triton.jit
+def scatter_parts(
+    out, row, valid, col, stride, cols, acc, SPLIT: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """`store_parts` with each row at a place of its own, `row`; the copy engine cannot scatter, so by pointer."""
+    BLOCK_C: tl.constexpr = acc.shape[1]
+    if SPLIT == 0:
+        c = col + tl.arange(0, BLOCK_C)
+        pointers = out + row.to(tl.int64)[:, None] * stride + c[None, :]
+        tl.store(pointers, acc.to(DTYPE), mask=valid[:, None] & (c[None, :] < cols))
+    else:
+        left, right = acc.reshape(acc.shape[0], 2, BLOCK_C // 2).permute(0, 2, 1).split()
+        scatter_parts(out, row, valid, col, stride, cols, left, SPLIT - 1, DTYPE)
+        scatter_parts(out, row, valid, col + BLOCK_C // 2, stride, cols, right, SPLIT - 1, DTYPE)
+
+
+@triton.jit
+def zero_scattered(out, index, first, rows, cols, stride, dtype: tl.constexpr, BLOCK: tl.constexpr):
+    """`zero_tail` where row r rests at row index[r]."""
+    begin = first + tl.program_id(0)
+    for row in range(begin, rows, tl.num_programs(0)):
+        line = out + tl.load(index + row).to(tl.int64) * stride
+        for col in range(0, cols, BLOCK):
+            at = col + tl.arange(0, BLOCK)
+            tl.store(line + at, tl.zeros((BLOCK,), dtype), mask=at < cols)
+
+
+@triton.jit
 def activate(gate, ACTIVATION: tl.constexpr):
     """(f(gate), f'(gate)) in fp32: SiLU for "swiglu", exact GELU for "geglu", the identity for "glu"."""
     if ACTIVATION == "swiglu":

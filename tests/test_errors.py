@@ -75,11 +75,11 @@ INSIDE = {
         "running statistics",
     ),
     "op without a rule": (
-        lambda w, x: torch.linalg.inv(x[:, :, None] * x[:, None]),
-        "linalg.*is split over.*shard_map",
+        lambda w, x: F.pdist(x),
+        "pdist.*is split over.*shard_map",
     ),
     "sort over rows": (lambda w, x: x.sort(0).values, "shard_map"),
-    "rows against rows": (lambda w, x: x @ x.T, "agree"),
+    "rows against rows": (lambda w, x: x @ x.T, "two dims that meet.*shard_map"),
     "reshape of rows": (lambda w, x: x.reshape(6, 8), "does not divide"),
     "interleaved reshape": (lambda w, x: x.T.reshape(-1), "interleave"),
     "one-hot without classes": (lambda w, x: F.one_hot((x > 0).long()), "num_classes"),
@@ -99,6 +99,7 @@ INSIDE = {
 STRICT = {
     "op without a rule",
     "sort over rows",
+    "rows against rows",
     "reshape of rows",
     "interleaved reshape",
 }  # else a fallback, which warns
@@ -166,7 +167,13 @@ ARGUMENTS = [
     (lambda m: fs.shard(lambda w, x: x).lower(W, X), "no mesh"),
     (lambda m: fs.shard(lambda w, x: x, "mesh"), "make_mesh"),
     (lambda m: fs.shard(lambda w, x: x @ w, m).lower(W, X).compile(), "fake"),
-    (lambda m: fs.Schedule(prefetch=1), "not available"),
+    (lambda m: fs.Schedule(prefetch=-1), "number of layers"),
+    (lambda m: fs.Schedule(hold="step"), "'layer'"),
+    (lambda m: fs.Schedule(in_flight=0), "number of buckets"),
+    (lambda m: fs.shard(lambda w, x: x, m, schedule="fast"), "fs.Schedule"),
+    (lambda m: fs.remat(torch.sin, policy="dots"), "fs.policies"),
+    (lambda m: fs.policies.names(), "one or more names"),
+    (lambda m: fs.name(torch.ones(2), 3), "a name"),
     (lambda m: fs.microbatches({"x": torch.zeros(8, 2)}, 3), "x has 8 rows.*3 micro-batches"),
     (lambda m: fs.microbatches(torch.zeros(8), 0), "positive int"),
     (

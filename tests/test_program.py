@@ -29,13 +29,15 @@ def count(low, kind, **have):
     return [c for c in low.collectives() if c.kind == kind and all(getattr(c, k) == v for k, v in have.items())]
 
 
-def test_no_expert_leaf_is_gathered_over_ep_and_each_leaf_once():
+def test_no_expert_leaf_is_gathered_over_ep_and_each_leaf_once_a_direction():
     low = lowered({"replicate": 2, "efsdp": 2, "ep": 2})
     gathers = count(low, "all_gather")
     for c in gathers:
         assert c.axes == (("efsdp",) if expert_leaf(c.param) else ("efsdp", "ep")), c
-    assert set(Counter(c.param for c in gathers).values()) == {1}
-    assert len(gathers) == sum(x.ndim > 0 for x in trees.flatten_with_paths(init())[1])
+    assert set(Counter((c.param, c.phase) for c in gathers).values()) == {1}
+    assert sum(c.phase == "forward" for c in gathers) == sum(x.ndim > 0 for x in trees.flatten_with_paths(init())[1])
+    kept = lowered({"replicate": 2, "efsdp": 2, "ep": 2}, schedule=fs.Schedule(regather=False))
+    assert set(Counter(c.param for c in count(kept, "all_gather")).values()) == {1}
 
 
 def test_gradients_leave_with_their_parameters_spec_by_one_reduce_scatter():
@@ -113,7 +115,7 @@ def test_the_examples_step_is_parallel_in_every_layout():
         if layout == "dp2ep":
             gathers = [c for c in low.collectives() if c.kind == "all_gather"]
             assert not [c for c in gathers if "w_in" in c.param or "w_out" in c.param if "ep" in c.axes]
-            assert len({c.param for c in gathers}) == len(gathers)
+            assert len({(c.param, c.phase) for c in gathers}) == len(gathers)
 
 
 def test_a_routing_costs_one_plan_and_four_exchanges():
@@ -199,8 +201,10 @@ def test_a_program_for_4096_ranks_is_no_larger_than_one_for_8():
 def test_text_is_for_people_and_hides_no_collective():
     low = lowered({"replicate": 1, "efsdp": 2, "ep": 2})
     text = low.as_text()
-    assert text.count("<==") == len(low.collectives())
+    marks = [line.partition("<== ")[2].partition("  #")[0] for line in text.splitlines() if "<==" in line]
+    assert sum(max(1, mark.count("params")) for mark in marks) == len(low.collectives())
     assert "all_gather over (efsdp, ep) for params.embed" in text
+    assert "all_gather over (efsdp, ep) for params.layers[0].norm, params.layers[0].qkv" in text  # in one call
     assert "forward:" in text and "backward:" in text
     assert "programs.py:" in text
     assert f"f32[{V}, 16]" in low.global_text()

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _compat
 from ..errors import ShardingError
+from . import worlds
 
 __all__ = ["Mesh", "agree", "make_mesh", "mesh_of"]
 
@@ -39,7 +40,7 @@ def make_mesh(axes: Mapping[str, int], *, model_axes: Sequence[str] = (), device
 
     Raises ShardingError for bad names or sizes, unknown model axes, and a world size other than the mesh's size.
     """
-    axes = _checked_axes(axes)
+    axes, simulated = _checked_axes(axes), None if fake else worlds.current()
     if isinstance(model_axes, str):
         model_axes = (model_axes,)
     for axis in model_axes:
@@ -49,7 +50,9 @@ def make_mesh(axes: Mapping[str, int], *, model_axes: Sequence[str] = (), device
     if len(set(model_axes)) != len(model_axes):
         raise ShardingError(f"model_axes {tuple(model_axes)} names an axis twice. Name each once.")
     size = math.prod(axes.values())
-    if fake:
+    if simulated is not None:
+        _check_simulated(axes, size, simulated, device)
+    if fake or simulated is not None:
         device = torch.device(device or "cpu")
     else:
         world, source = _world_size()
@@ -59,7 +62,8 @@ def make_mesh(axes: Mapping[str, int], *, model_axes: Sequence[str] = (), device
         if size > 1 and not dist.is_initialized():
             _start(device, backend, timeout_s)
     order = tuple(axis for axis in axes if axis in model_axes)
-    mesh = Mesh(tuple(axes), tuple(axes.values()), order, bool(fake), device.type, timeout_s)
+    number = 0 if simulated is None else simulated.number
+    mesh = Mesh(tuple(axes), tuple(axes.values()), order, bool(fake), device.type, timeout_s, number)
     mesh.leaf_mesh  # noqa: B018  (creates the groups now: all ranks are here, in the same order)
     return mesh
 
@@ -74,6 +78,7 @@ class Mesh:
     fake: bool = False
     device_type: str = "cpu"
     timeout_s: float = dataclasses.field(default=600, compare=False)
+    world: int = 0  # the number of the `fs.simulate` block whose ranks it names; 0 outside of one
 
     def __repr__(self) -> str:
         axes = ", ".join(f'"{axis}": {size}' for axis, size in self.shape.items())
@@ -101,8 +106,8 @@ class Mesh:
 
     @property
     def phantom(self) -> bool:
-        """Whether no process group stands behind the mesh: a fake mesh, or one of size 1 without a world."""
-        return self.fake or (self.size == 1 and not dist.is_initialized())
+        """Whether no process group stands behind the mesh: a fake or simulated mesh, or one of size 1 alone."""
+        return self.fake or self.world > 0 or (self.size == 1 and not dist.is_initialized())
 
     @property
     def rank(self) -> int:
@@ -158,12 +163,13 @@ class Mesh:
         inside = tuple(self.axis_names.index(axis) for axis in self.sort_axes(axes))
         return [list(ranks) for ranks in _partition(self.sizes, inside)]
 
-    def group(self, axes: Iterable[str]) -> dist.ProcessGroup:
+    def group(self, axes: Iterable[str], channel: str = "") -> dist.ProcessGroup:
         """The process group of this rank over a set of axes, members in mesh order.
 
-        Created once per partition of the ranks, by all ranks together: all must ask for a new set in the same order.
+        Created once per partition of the ranks and channel, by all ranks together: all must ask for a new one in the
+        same order. Groups of different channels may communicate at the same time.
         """
-        return _state(self).group(self, self.sort_axes(axes))
+        return _state(self).group(self, self.sort_axes(axes), channel)
 
     def alias(self, axes: Iterable[str]) -> str:
         """A name for the groups over a set of axes that reads the same on every rank, such as ``fs[dp=2,ep=2]/ep``."""
@@ -171,11 +177,14 @@ class Mesh:
         shape = ",".join(f"{axis}={size}" for axis, size in self.shape.items())
         return f"fs{'-fake' if self.fake else ''}[{shape}]/{','.join(axes)}"
 
-    def register_alias(self, axes: Iterable[str]) -> str:
-        """Make ``alias(axes)`` resolvable for functional collectives; returns it. Repeating it does nothing."""
+    def register_alias(self, axes: Iterable[str], channel: str = "") -> str:
+        """Make ``alias(axes)`` resolvable for functional collectives; returns it. Repeating it does nothing.
+
+        With a channel, ``alias#channel``: another group of the same ranks.
+        """
         axes = self.sort_axes(axes)
-        name = self.alias(axes)
-        _compat.register_group(name, self.group(axes))
+        name = self.alias(axes) + (f"#{channel}" if channel else "")
+        _compat.register_group(name, self.group(axes, channel))
         return name
 
 
@@ -215,18 +224,19 @@ class _MeshState:
     def __init__(self, mesh: Mesh, world: _World):
         self.world, self.by_axes = world, {}
         groups = [self.group(mesh, (axis,)) for axis in mesh.axis_names]
-        args = mesh.device_type, mesh.sizes, mesh.axis_names, groups, mesh.rank, mesh.fake
+        args = mesh.device_type, mesh.sizes, mesh.axis_names, groups, mesh.rank, mesh.fake or mesh.world > 0
         self.device_mesh, self.leaf_mesh = _compat.build_device_mesh(*args), _compat.build_device_mesh(*args)
 
-    def group(self, mesh: Mesh, axes: tuple[str, ...]) -> dist.ProcessGroup:
-        if axes not in self.by_axes:
+    def group(self, mesh: Mesh, axes: tuple[str, ...], channel: str = "") -> dist.ProcessGroup:
+        if (axes, channel) not in self.by_axes:
             ranks = mesh.group_ranks(axes)
-            key = mesh.fake, mesh.device_type, tuple(map(tuple, ranks))
+            key = mesh.fake, mesh.device_type, channel, tuple(map(tuple, ranks))
             if key not in self.world.groups:
-                self.world.groups[key] = (_compat.phantom_group(f"{mesh.alias(axes)}/phantom", 0, len(ranks[0]))
-                                          if mesh.phantom else _new_group(mesh, ranks))
-            self.by_axes[axes] = self.world.groups[key]
-        return self.by_axes[axes]
+                name = f"{mesh.alias(axes)}/phantom#{channel}"
+                self.world.groups[key] = (_compat.phantom_group(name, 0, len(ranks[0])) if mesh.phantom else
+                                          _new_group(mesh, ranks, own=bool(channel)))
+            self.by_axes[axes, channel] = self.world.groups[key]
+        return self.by_axes[axes, channel]
 
 
 _worlds: dict[bool, _World] = {}  # one for phantom groups, one for the running default process group
@@ -247,9 +257,9 @@ def _state(mesh: Mesh) -> _MeshState:
     return state
 
 
-def _new_group(mesh: Mesh, ranks: list[list[int]]) -> dist.ProcessGroup:
+def _new_group(mesh: Mesh, ranks: list[list[int]], own: bool = False) -> dist.ProcessGroup:
     serves = _compat.serves(dist.group.WORLD, mesh.device_type)
-    if len(ranks) == 1 and serves:
+    if len(ranks) == 1 and serves and not own:
         return dist.group.WORLD
     backend = None if serves else "nccl" if mesh.device_type == "cuda" else "gloo"
     limit = datetime.timedelta(seconds=mesh.timeout_s)
@@ -300,6 +310,15 @@ def _world_message(axes: dict[str, int], size: int, world: int | None, source: s
                 if world % n] or [f"sizes that multiply to {world}"]
     return (f"The mesh {shown} has {size} ranks, but {source} has {world}. Nearest choices that fit: "
             f"{' or '.join(fits)}; or launch {size} processes.")
+
+
+def _check_simulated(axes: dict[str, int], size: int, world: worlds.World, device) -> None:
+    if size != world.ranks:
+        shown = " * ".join(f"{axis}={n}" for axis, n in axes.items())
+        raise ShardingError(f"The mesh {shown} has {size} ranks, but fs.simulate has {world.ranks}. Make the sizes "
+                            f"multiply to {world.ranks}, or enter fs.simulate({size}).")
+    if torch.device(device or "cpu").type != "cpu":
+        raise ShardingError(f"fs.simulate runs on the CPU; the mesh asks for device {str(device)!r}. Leave it out.")
 
 
 def _device(device: str | torch.device | None) -> torch.device:

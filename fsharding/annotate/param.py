@@ -18,7 +18,7 @@ from .. import random
 from .. import tree as trees
 from ..errors import ShardingError
 from .mesh import Mesh
-from .place import wrap_local
+from .place import wrap_blocks
 from .spec import P, check_sizes, local_slices, normalize
 
 __all__ = ["Param", "ShapeDtype", "as_dtype", "init"]
@@ -108,9 +108,13 @@ def init(axes_tree: Any, mesh: Mesh, specs: Any = None, seed: int = 0) -> Any:
                                 "Param(shape, ...); place tensors that exist with device_put.")
         dims = normalize(spec, param.ndim, mesh.axis_names, path)
         check_sizes(param.shape, dims, mesh.shape, mesh.model_axes, path)
-        block = local_slices(param.shape, dims, mesh.shape, mesh.coordinates())
-        local = _draw(param, random.fold_in(key, _number(path)), block, mesh.device, path)
-        out.append(wrap_local(local, mesh, dims, param.shape))
+        own = random.fold_in(key, _number(path))
+
+        def draw(rank, param=param, dims=dims, own=own, path=path):
+            block = local_slices(param.shape, dims, mesh.shape, mesh.coordinates(rank))
+            return _draw(param, own, block, mesh.device, path)
+
+        out.append(wrap_blocks(draw, mesh, dims, param.shape))
     return trees.unflatten(treedef, out)
 
 

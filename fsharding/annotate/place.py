@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,9 @@ from torch.distributed.tensor import DTensor
 from .. import _compat
 from .. import tree as trees
 from ..errors import ShardingError
+from . import worlds
 from .mesh import Mesh, agree, mesh_of
+from .simulate import PerRank, SimulatedTensor, blocks_of, simulated
 from .spec import (
     Dims,
     P,
@@ -37,7 +39,7 @@ from .spec import (
 )
 
 __all__ = ["block_of", "describe", "device_get", "device_put", "dims_of", "from_local", "reshard", "spec_of",
-           "spec_leaves", "wrap_local"]
+           "spec_leaves", "wrap_blocks", "wrap_local"]
 
 Number = (bool, int, float, complex)
 
@@ -79,11 +81,14 @@ def from_local(tree: Any, mesh: Mesh, specs: Any = None) -> Any:
 
     Raises ShardingError on all ranks, naming leaf, ranks and shapes, when they differ.
     """
-    paths, leaves, treedef, dims = spec_leaves(tree, mesh, specs, local=True)
+    first = trees.map_with_path(lambda _, leaf: leaf[0] if isinstance(leaf, PerRank) else leaf, tree)
+    paths, leaves, treedef, dims = spec_leaves(first, mesh, specs, local=True)
     for path, leaf in zip(paths, leaves, strict=True):
         if isinstance(leaf, DTensor):
             raise ShardingError(f"{_at(path)} is a DTensor already; from_local takes each rank's own plain tensor. "
                                 "Pass leaf.to_local(), or reshard(...) to change a placement.")
+    if mesh.world:
+        return trees.unflatten(treedef, _simulated_pieces(tree, paths, leaves, dims, mesh))
     _compare_pieces(paths, leaves, dims, mesh)
     out = [leaf if isinstance(leaf, Number) else _wrap_piece(leaf, mesh, axes)
            for leaf, axes in zip(leaves, dims, strict=True)]
@@ -103,6 +108,8 @@ def device_get(tree: Any) -> Any:
 
 def check_alive(path: str, leaf: Any) -> None:
     """Raises ShardingError for a leaf that was donated to a sharded function, whose value is gone."""
+    if isinstance(leaf, SimulatedTensor):
+        worlds.refuse_closed(leaf._world, path or "the leaf")
     taker = getattr(leaf, "_fsharding_donated", None)
     if taker:
         raise ShardingError(f"{path or 'The tensor'} was donated to {taker} and no longer holds a value: use the "
@@ -159,6 +166,15 @@ def wrap_local(local: torch.Tensor, mesh: Mesh, dims: Dims, shape: Sequence[int]
                               run_check=False, shape=shape, stride=_strides(shape))
 
 
+def wrap_blocks(make: Callable[[int], torch.Tensor], mesh: Mesh, dims: Dims, shape: Sequence[int]) -> DTensor:
+    """A leaf of the blocks ``make(rank)``: this rank's, or in ``fs.simulate`` those of all ranks."""
+    if not mesh.world:
+        return wrap_local(make(mesh.rank), mesh, dims, shape)
+    worlds.refuse_closed(mesh.world, repr(mesh))
+    blocks = [make(rank).contiguous() for rank in range(mesh.size)]
+    return simulated(blocks, wrap_local(blocks[0], mesh, dims, shape), mesh.world)
+
+
 def dims_of(leaf: Any) -> Dims:
     """The spec of a leaf in normal form: one tuple of axes per dim."""
     names = leaf.device_mesh.mesh_dim_names if isinstance(leaf, DTensor) else ()
@@ -197,7 +213,8 @@ def _put(leaf: Any, mesh: Mesh, dims: Dims, path: str) -> Any:
     if isinstance(leaf, Number):
         return leaf
     if not isinstance(leaf, DTensor):
-        return wrap_local(block_of(leaf, mesh, dims), mesh, dims, leaf.shape).requires_grad_(leaf.requires_grad)
+        block = lambda rank: block_of(leaf, mesh, dims, rank)
+        return wrap_blocks(block, mesh, dims, leaf.shape).requires_grad_(leaf.requires_grad)
     if not _is_on(leaf, mesh, dims):
         raise ShardingError(f"{_at(path)} is already sharded: it is {describe(leaf)} on {_mesh_text(leaf)}, but the "
                             f"spec asks for {_spec(dims)} on {mesh!r}. Call reshard(...) to move it.")
@@ -221,6 +238,27 @@ def _own(leaf: DTensor, mesh: Mesh, dims: Dims) -> DTensor:
 def _wrap_piece(leaf: torch.Tensor, mesh: Mesh, dims: Dims) -> DTensor:
     shape = [size * mesh.axes_size(axes) for size, axes in zip(leaf.shape, dims, strict=True)]
     return wrap_local(leaf.detach().to(mesh.device), mesh, dims, shape).requires_grad_(leaf.requires_grad)
+
+
+def _simulated_pieces(tree, paths, leaves, dims, mesh: Mesh) -> list:
+    out = []
+    for path, given, leaf, axes in zip(paths, trees.flatten(tree)[0], leaves, dims, strict=True):
+        if isinstance(leaf, Number):
+            out.append(leaf)
+            continue
+        if not isinstance(given, PerRank):
+            if axes_of(axes):
+                raise ShardingError(f"{_at(path)} is one tensor, but in fs.simulate from_local needs each rank's own "
+                                    "piece: pass world.each(lambda rank: ...), or place the full value with device_put.")
+            given = PerRank([leaf] * mesh.size)
+        for rank, piece in enumerate(given):
+            if piece.shape != leaf.shape or piece.dtype != leaf.dtype:
+                raise ShardingError(f"The ranks give from_local different pieces of {_at(path)}: rank 0 has "
+                                    f"{describe(leaf)}, rank {rank} has {describe(piece)}. All ranks must bring the "
+                                    "same shape, dtype and spec: pad the last batch or drop it.")
+        shape = [size * mesh.axes_size(a) for size, a in zip(leaf.shape, axes, strict=True)]
+        out.append(wrap_blocks(lambda rank, given=given: given[rank].detach(), mesh, axes, shape))
+    return out
 
 
 def _compare_pieces(paths, leaves, dims, mesh: Mesh) -> None:
@@ -247,6 +285,8 @@ def _compare_pieces(paths, leaves, dims, mesh: Mesh) -> None:
 # ---- gathering -----------------------------------------------------------------------------------------------------
 def _gather(path: str, leaf: DTensor) -> torch.Tensor:
     check_alive(path, leaf)
+    if isinstance(leaf, SimulatedTensor):
+        return _join(blocks_of(leaf), mesh_of(leaf.device_mesh), dims_of(leaf), leaf.shape)
     mesh = mesh_of(leaf.device_mesh)
     if mesh is None:
         return _foreign_full(leaf)
@@ -261,6 +301,13 @@ def _gather(path: str, leaf: DTensor) -> torch.Tensor:
     for member, block in zip(_members(mesh, cut), blocks, strict=True):
         target = out[local_slices(leaf.shape, dims, mesh.shape, member)]
         target.copy_(block[:target.numel()].view(target.shape))
+    return out
+
+
+def _join(blocks: Sequence[torch.Tensor], mesh: Mesh, dims: Dims, shape: Sequence[int]) -> torch.Tensor:
+    out = blocks[0].new_empty(shape)
+    for rank, block in enumerate(blocks):
+        out[local_slices(shape, dims, mesh.shape, mesh.coordinates(rank))] = block
     return out
 
 
@@ -307,6 +354,8 @@ def _reshard(path: str, leaf: Any, dims: Dims, mesh: Mesh) -> Any:
         raise ShardingError(f"{_at(path)} lives on {old!r}; reshard moves it only to a mesh over the same ranks, and "
                             f"{mesh!r} is not. Use device_get(...) and device_put(...).")
     _refuse_fake(path, mesh, "reshard")
+    if isinstance(leaf, SimulatedTensor):
+        return _put(_gather(path, leaf), mesh, dims, path)
     _check_local(path, leaf, old, dims_of(leaf))
     source, target = _Layout(leaf.shape, old, dims_of(leaf)), _Layout(leaf.shape, mesh, dims)
     local, rank = _compat.local_of(leaf), mesh.rank

@@ -36,8 +36,11 @@ def current_rank() -> int:
 
 @functools.lru_cache(maxsize=1024)
 def parse(alias: str) -> tuple[dict[str, int], tuple[str, ...]]:
-    """Mesh shape (in order) and axes of an alias: ``fs[a=2,b=3]/b`` -> ({"a": 2, "b": 3}, ("b",))."""
-    mesh, _, axes = alias.partition("/")
+    """Mesh shape (in order) and axes of an alias: ``fs[a=2,b=3]/b`` -> ({"a": 2, "b": 3}, ("b",)).
+
+    What follows a ``#`` names one of several groups over the same axes.
+    """
+    mesh, _, axes = alias.partition("#")[0].partition("/")
     inside = mesh[mesh.index("[") + 1 : -1]
     sizes = {name: int(size) for name, size in (item.split("=") for item in inside.split(","))}
     return sizes, tuple(axes.split(",")) if axes else ()
@@ -55,3 +58,18 @@ def coordinates(alias: str, rank: int) -> dict[str, int]:
 def axes_size(alias: str) -> int:
     sizes, axes = parse(alias)
     return math.prod(sizes[axis] for axis in axes)
+
+
+def over(alias: str, axes) -> str:
+    """The alias of the group over these axes on the mesh of another alias."""
+    sizes, _ = parse(alias)
+    return f"{alias.partition('/')[0]}/{','.join(a for a in sizes if a in set(axes))}"
+
+
+def place(alias: str, rank: int) -> int:
+    """A rank's number in its group, which is in mesh order."""
+    sizes, axes = parse(alias)
+    at, found = coordinates(alias, rank), 0
+    for axis in (a for a in sizes if a in axes):
+        found = found * sizes[axis] + at[axis]
+    return found

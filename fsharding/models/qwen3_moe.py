@@ -19,7 +19,8 @@ import torch.nn.functional as F
 
 from fsharding.annotate.param import Param
 from fsharding.errors import ShardingError
-from fsharding.moe import combine, dispatch, ragged_dot, route
+from fsharding.moe import mlp as expert_mlp
+from fsharding.moe import route
 from fsharding.tree import map_with_path
 
 IGNORE = -100
@@ -232,8 +233,7 @@ def moe(p: dict, x_TD: torch.Tensor, cfg: Config, mask_BT: torch.Tensor | None =
     if cfg.norm_topk_prob:
         weights_Tk = weights_Tk / weights_Tk.sum(-1, keepdim=True)
     routing = route(ids_Tk, cfg.num_experts)
-    h_RF = swiglu(ragged_dot(dispatch(x_TD, routing), p["w_in"], routing.group_sizes))
-    y_TD = combine(ragged_dot(h_RF, p["w_out"], routing.group_sizes), weights_Tk, routing)
+    y_TD = expert_mlp(x_TD, p["w_in"], p["w_out"], routing, weights_Tk)
     if mask_BT is None:
         return y_TD, routing.group_sizes, probs_TE.sum(0)
     real_T1 = mask_BT.reshape(-1, 1).to(probs_TE.dtype)

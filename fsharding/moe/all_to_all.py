@@ -1,7 +1,9 @@
 """Dispatchers as pure functions over the emitter: how a routing's rows travel in the local program.
 
 A dispatcher offers ``plan`` (fills the routing state), ``send`` (token side -> expert side) and ``back`` (its
-transpose). ``local`` moves nothing: the weights were gathered. ``all_to_all`` exchanges exact splits over the expert
+transpose). One that ``moves`` rows also offers the two halves of these: ``push`` and ``pull`` exchange rows and leave
+them in the order in which they arrive, and ``state.extra`` says where each row of the expert order stands then
+(``order``). ``local`` moves nothing: the weights were gathered. ``all_to_all`` exchanges exact splits over the expert
 axis.
 """
 
@@ -17,6 +19,8 @@ A = torch.ops.aten
 class Local:
     """Every rank serves its own tokens with all experts."""
 
+    moves = False
+
     def plan(self, emit, state):
         return state
 
@@ -28,6 +32,8 @@ class Local:
 
 class AllToAll:
     """Tokens travel to the rank that owns their expert; one look of the host at the split sizes a layer."""
+
+    moves = True
 
     def __init__(self, axis: str):
         self.axis = axis
@@ -47,13 +53,19 @@ class AllToAll:
         state.rows, state.sizes, state.expert_axes = rows, local, (self.axis,)
         return state
 
+    def push(self, emit, rows, state):
+        """Rows [R, ...] of this rank's tokens, by expert -> rows that arrive here, by source rank."""
+        return self._exchange(emit, rows, state.rows, state, False)
+
+    def pull(self, emit, rows, state):
+        """The transpose of ``push``."""
+        return self._exchange(emit, rows, state.extra["sent"], state, True)
+
     def send(self, emit, rows, state):
-        arrived = self._exchange(emit, rows, state.rows, state, False)
-        return emit.call(A.index_select.default, arrived, 0, state.extra["order"])
+        return emit.call(A.index_select.default, self.push(emit, rows, state), 0, state.extra["order"])
 
     def back(self, emit, rows, state):
-        by_source = emit.call(A.index_select.default, rows, 0, state.extra["inverse"])
-        return self._exchange(emit, by_source, state.extra["sent"], state, True)
+        return self.pull(emit, emit.call(A.index_select.default, rows, 0, state.extra["inverse"]), state)
 
     def _exchange(self, emit, rows, size, state, back):
         note, emit.note = emit.note, {**emit.note, "collective": "all_to_all", "axes": (self.axis,)}

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from fsharding._compat import resolve_group
 from fsharding.comm import groups
 from fsharding.errors import ShardingError
+from fsharding.moe import fast
 from fsharding.oplib import raw_op
 
 
@@ -51,6 +52,9 @@ def _expert_order(received, rows):
     parts, local = received.shape
     ids = torch.arange(local, device=received.device).repeat(parts)
     ids = ids.repeat_interleave(received.reshape(-1).long(), output_size=rows)
+    if ids.is_cuda and fast.present():
+        _, order, inverse, _ = fast.kernel("routing", "sort_launch")(ids[:, None], local)
+        return order.long(), inverse.reshape(-1).long(), received.sum(0, dtype=torch.int32)
     order = torch.argsort(ids, stable=True)
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(rows, device=order.device)

@@ -1,4 +1,5 @@
-"""Grouped products of rows sorted by group: the loop that defines them, and PyTorch's grouped GEMM on CUDA.
+"""Grouped products of rows sorted by group: the loop that defines them, and on CUDA in bfloat16 our kernels (or, where
+Triton is missing, PyTorch's grouped GEMM).
 
 Legend: R rows, E groups, K and N the dims of one group's matrix. Rows past the last group are zero, values and
 gradients.
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from fsharding.errors import ShardingError
+from fsharding.moe import fast
 
 
 def _groups(group_sizes, rows):
@@ -61,8 +63,19 @@ def _offsets(group_sizes):
     return group_sizes.cumsum(0, dtype=torch.int32)
 
 
+def _schedule(group_sizes, rows):
+    """(ends, tiles, order) for the kernels. Sizes cannot be checked without a host sync: what they say of rows that do
+    not exist is cut off, so that no kernel reads or writes outside of its operands."""
+    ends = _offsets(group_sizes).clamp_(0, rows)
+    return ends, *fast.kernel("routing", "schedule_launch")(ends, rows)
+
+
 def ragged_dot_cuda(x, w, group_sizes):
     """As :func:`ragged_dot_loop`, without a host sync in bfloat16."""
+    if fast.serves(x):
+        ends, blocks, _ = _schedule(group_sizes, x.shape[0])
+        turned = w.stride(-1) != 1 and w.stride(-2) == 1  # a gradient's `w.mT`: the kernel reads it as it rests
+        return fast.kernel("rows", "rows_launch")(x, w.mT if turned else w, ends, blocks, transposed=turned)
     if not _fast(x, x.shape[1], w.shape[2]):
         return ragged_dot_loop(x, w, group_sizes)
     offsets = _offsets(group_sizes)
@@ -73,6 +86,9 @@ def ragged_dot_cuda(x, w, group_sizes):
 
 def ragged_dw_cuda(x, g, group_sizes):
     """As :func:`ragged_dw_loop`, without a host sync in bfloat16."""
+    if fast.serves(x):
+        ends, _, order = _schedule(group_sizes, x.shape[0])
+        return fast.kernel("wgrad", "wgrad_launch")(x, g, ends, order)
     if not _fast(x, x.shape[1], g.shape[1]):
         return ragged_dw_loop(x, g, group_sizes)
     out = F.grouped_mm(x.contiguous().T, g.contiguous(), offs=_offsets(group_sizes))

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from fsharding.errors import ShardingError
-from fsharding.moe import grouped
+from fsharding.moe import fast, grouped
 from fsharding.oplib import multilinear, raw_op
 
 
@@ -33,6 +33,14 @@ def _route(ids, num_experts):
     return perm, inverse, hits.sum(0, dtype=torch.int32)
 
 
+def _route_cuda(ids, num_experts):
+    if not fast.present():
+        return _route(ids, num_experts)
+    # ids out of range come last, past every group: they are dropped, and nothing else is disturbed
+    ends, perm, inverse, _ = fast.kernel("routing", "sort_launch")(ids, num_experts)
+    return perm.long(), inverse.reshape(-1).long(), torch.diff(ends, prepend=ends.new_zeros(1))
+
+
 route = raw_op(
     "route(Tensor ids, int num_experts) -> (Tensor, Tensor, Tensor)",
     _route,
@@ -41,6 +49,7 @@ route = raw_op(
         ids.new_empty(ids.numel(), dtype=torch.int64),
         ids.new_empty(num_experts, dtype=torch.int32),
     ),
+    cuda=_route_cuda,
 )
 
 
@@ -48,42 +57,57 @@ def _rows_of_tokens(y_RD, inverse, k):
     return y_RD[inverse].view(inverse.shape[0] // k, k, y_RD.shape[1])
 
 
+def wide(x):
+    """Half-precision rows are summed in float32."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+def dispatch_kernel(x, perm, inverse, k):
+    """[T, D] -> [R, D], row r from token ``perm[r] // k``."""
+    if fast.serves(x):
+        return fast.kernel("combine", "gather_launch")(x, perm // k)
+    return x[perm // k]
+
+
+def dispatch_t_kernel(g, perm, inverse, k):
+    """[R, D] -> [T, D], the sum of each token's rows."""
+    if fast.serves(g):
+        return fast.kernel("combine", "combine_launch")(g, None, inverse.view(-1, k))
+    return wide(_rows_of_tokens(g, inverse, k)).sum(1).to(g.dtype)
+
+
+def combine_kernel(y, w, perm, inverse):
+    """[R, D], [T, k] -> [T, D], the weighted sum of each token's rows."""
+    if fast.serves(y):
+        return fast.kernel("combine", "combine_launch")(y, w, inverse.view(w.shape))
+    rows = wide(_rows_of_tokens(y, inverse, w.shape[1]))
+    return torch.einsum("tkd,tk->td", rows, w.to(rows.dtype)).to(y.dtype)
+
+
 dispatch_raw = raw_op(
     "dispatch(Tensor x, Tensor perm, Tensor inverse, int k) -> Tensor",
-    lambda x, perm, inverse, k: x[perm // k],
+    dispatch_kernel,
     lambda x, perm, inverse, k: x.new_empty(perm.shape[0], x.shape[1]),
 )
 dispatch_t_raw = raw_op(
     "dispatch_t(Tensor g, Tensor perm, Tensor inverse, int k) -> Tensor",
-    lambda g, perm, inverse, k: (
-        _rows_of_tokens(g, inverse, k).sum(1, dtype=torch.float32).to(g.dtype)
-        if g.dtype in (torch.bfloat16, torch.float16)
-        else _rows_of_tokens(g, inverse, k).sum(1)
-    ),
+    dispatch_t_kernel,
     lambda g, perm, inverse, k: g.new_empty(perm.shape[0] // k, g.shape[1]),
 )
-
-
-def _wide(x):  # half-precision rows are summed in float32
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-
-
 combine_raw = raw_op(
     "combine(Tensor y, Tensor w, Tensor perm, Tensor inverse) -> Tensor",
-    lambda y, w, perm, inverse: torch.einsum(
-        "tkd,tk->td", _wide(_rows_of_tokens(y, inverse, w.shape[1])), w.to(_wide(y).dtype)
-    ).to(y.dtype),
+    combine_kernel,
     lambda y, w, perm, inverse: y.new_empty(w.shape[0], y.shape[1]),
 )
 combine_t_raw = raw_op(
     "combine_t(Tensor g, Tensor w, Tensor perm, Tensor inverse) -> Tensor",
-    lambda g, w, perm, inverse: (_wide(g)[perm // w.shape[1]] * w.reshape(-1)[perm, None]).to(g.dtype),
+    lambda g, w, perm, inverse: (wide(g)[perm // w.shape[1]] * w.reshape(-1)[perm, None]).to(g.dtype),
     lambda g, w, perm, inverse: g.new_empty(perm.shape[0], g.shape[1]),
 )
 combine_w_raw = raw_op(
     "combine_w(Tensor g, Tensor y, Tensor perm, Tensor inverse, int k) -> Tensor",
     lambda g, y, perm, inverse, k: torch.einsum(
-        "tkd,td->tk", _wide(_rows_of_tokens(y, inverse, k)), g.to(_wide(y).dtype)
+        "tkd,td->tk", wide(_rows_of_tokens(y, inverse, k)), g.to(wide(y).dtype)
     ),
     lambda g, y, perm, inverse, k: g.new_empty(g.shape[0], k, dtype=_wide_dtype(y.dtype)),
 )
@@ -123,7 +147,7 @@ def _segment_sum(g, group_sizes):
     member = (
         _expert_of_row(group_sizes, g.shape[0])[None] == torch.arange(group_sizes.shape[0], device=g.device)[:, None]
     )
-    return (member.to(_wide(g).dtype) @ _wide(g)).to(g.dtype)
+    return (member.to(wide(g).dtype) @ wide(g)).to(g.dtype)
 
 
 expand_raw = raw_op(

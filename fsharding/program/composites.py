@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from fsharding.errors import ShardingError
+from fsharding.program import composites_nn as nn
 from fsharding.program.attention import scaled_dot_product_attention
 from fsharding.program.source import user_line
 
@@ -105,6 +106,7 @@ REWRITES = {
     F.cross_entropy: cross_entropy,
     F.nll_loss: nll_loss,
     F.one_hot: one_hot,
+    **nn.REWRITES,
     **{
         f: _refuse(f"`{getattr(f, '__name__', f)}` inside a sharded function: {_RANDOM}")
         for f in (
@@ -159,6 +161,9 @@ class Rewrite(TorchFunctionMode):
         if func in REWRITES:
             return _at_line(REWRITES[func], *args, **kwargs)
         args, kwargs = _without_device(func, args, kwargs)
+        if nn.is_open(func):
+            with self:  # what it calls is rewritten as well
+                return _at_line(nn.opened(func), *args, **kwargs)
         return func(*args, **kwargs)
 
     def _lifted(self, value):

@@ -15,7 +15,12 @@ from fsharding.program.trace import is_view
 A = torch.ops.aten
 C = torch.ops._c10d_functional
 # A started collective reads its operand until it is waited for.
-_STARTED = {C.all_gather_into_tensor.default, C.reduce_scatter_tensor.default, C.all_reduce.default}
+_STARTED = {
+    C.all_gather_into_tensor.default,
+    C.reduce_scatter_tensor.default,
+    C.all_reduce.default,
+    C.all_to_all_single.default,
+}
 
 
 def shares_memory(node: fx.Node) -> bool:

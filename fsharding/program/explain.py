@@ -9,13 +9,16 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
+from fsharding.moe import expert_ops
 from fsharding.moe import ops as moe_ops
 from fsharding.program.attention import attention_backward_raw, attention_raw
 from fsharding.program.donate import memory_of
 from fsharding.program.partition import LocalProgram
+from fsharding.program.remat import offload_raw
 from fsharding.program.source import line_of, phase_of
 
 A = torch.ops.aten
+C = torch.ops._c10d_functional
 _SHORT = {
     "float32": "f32",
     "float64": "f64",
@@ -52,25 +55,30 @@ class Collective:
 
 
 def collectives(program: LocalProgram) -> list[Collective]:
-    """All collectives in program order."""
+    """All collectives in program order; those that travel in one call are one entry each."""
     found = []
     for node in program.graph.nodes:
         note = node.meta.get("custom", {})
-        if "collective" in note:
-            tensors = [node.meta["val"], *(a.meta["val"] for a in node.all_input_nodes)]
-            sizes = [num_bytes(t) for t in tensors if isinstance(t, torch.Tensor)]
-            found.append(
-                Collective(
-                    "fallback" if note.get("fallback") else note["collective"],
-                    tuple(note["axes"]),
-                    max(sizes),
-                    node.meta["val"].dtype,
-                    note["phase"],
-                    note.get("param"),
-                    note["line"],
-                )  # fmt: skip
+        if "collective" not in note:
+            continue
+        kind = "fallback" if note.get("fallback") else note["collective"]
+        for member in note.get("members") or [_member(node, note)]:
+            entry = Collective(
+                kind, tuple(note["axes"]), member["bytes"], _dtype(node), note["phase"], member["param"], member["line"]
             )
+            found.append(entry)
     return found
+
+
+def _member(node: fx.Node, note: dict) -> dict:
+    tensors = [node.meta["val"], *(a.meta["val"] for a in node.all_input_nodes)]
+    sizes = [num_bytes(t) for t in tensors if isinstance(t, torch.Tensor)]
+    return {"param": note.get("param"), "bytes": max(sizes), "line": note["line"]}
+
+
+def _dtype(node: fx.Node) -> torch.dtype:
+    val = node.meta["val"]
+    return (val[0] if isinstance(val, tuple | list) else val).dtype
 
 
 def num_bytes(x: torch.Tensor) -> int:
@@ -130,7 +138,8 @@ def graph_text(graph: fx.Graph, header: str, specs: dict[str, str] | None = None
         mark = ""
         if "collective" in note:
             mark = f" <== {note['collective']} over ({', '.join(note['axes'])})"
-            mark += f" for {note['param']}" if note.get("param") else ""
+            params = [m["param"] for m in note.get("members", ())] or [note.get("param")]
+            mark += f" for {', '.join(map(str, params))}" if params[0] else ""
         source = f"  # {_short_line(line_of(node))}" if line_of(node) else ""
         lines.append(
             f"  %{node.name}: {_tensor_text(node.meta['val'])} = {_op_text(node.target)}({args}){mark}{source}"
@@ -202,7 +211,7 @@ def _liveness(program: LocalProgram):
     nodes = list(program.graph.nodes)
     expiry: dict[fx.Node, int] = {}
     for i, node in enumerate(nodes):
-        for used in (node, *node.all_input_nodes):
+        for used in (node, *node.all_input_nodes, *_awaited(node)):
             expiry[owner[used]] = i
     ends: dict[int, list[fx.Node]] = {}
     for node, i in expiry.items():
@@ -217,8 +226,16 @@ def _liveness(program: LocalProgram):
                 now[_category(done)] -= _new_bytes(done)
 
 
+def _awaited(node: fx.Node) -> list[fx.Node]:
+    """What a collective reads until it is waited for here."""
+    if node.target is not C.wait_tensor.default:
+        return []
+    started = node.args[0].args[0] if node.args[0].target is operator.getitem else node.args[0]
+    return started.all_input_nodes
+
+
 def _new_bytes(node: fx.Node) -> int:
-    if node.op == "output":
+    if node.op == "output" or node.target is offload_raw:  # the latter lies in host memory
         return 0
     val = node.meta.get("val")
     values = val if isinstance(val, tuple | list) else [val]
@@ -255,6 +272,8 @@ def _node_flops(node: fx.Node) -> int:
         return 2 * math.prod(shape(0)) * shape(1)[-1]
     if node.target is moe_ops.ragged_dw_raw:
         return 2 * math.prod(shape(0)) * shape(1)[1]
+    if node.target in expert_ops.FLOPS:
+        return expert_ops.FLOPS[node.target](*fx.node.map_arg(node.args, lambda n: n.meta["val"]))
     if node.target is attention_raw:
         b, h, q, d = shape(0)
         return 4 * b * h * q * shape(1)[2] * d

@@ -3,8 +3,6 @@ silent."""
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 import torch.fx as fx
 
@@ -12,8 +10,8 @@ from fsharding.errors import ShardingError
 from fsharding.program.partition import VALUES, NoRule, Partition
 from fsharding.program.rules import rule_for
 from fsharding.program.rules_reduce import substitute, walk
-from fsharding.program.source import line_of
 from fsharding.program.values import GroupSizes, Permutation, is_routed
+from fsharding.program.whole import warn
 
 
 def fall_back(p: Partition, node: fx.Node, args, kwargs, why: NoRule):
@@ -36,11 +34,6 @@ def fall_back(p: Partition, node: fx.Node, args, kwargs, why: NoRule):
         whole[id(value)] = p.unshard(x, x.dims)
     p.emit.note = note
     args, kwargs = substitute((args, kwargs), whole)
-    name = node.target.name().removeprefix("aten::")
-    warnings.warn(
-        f"{line_of(node) or 'fs.shard'}: `{name}` has no rule for operands that are split; every rank gathers them and "
-        "computes the whole (right, but slow). `strict=True` makes this an error.",
-        stacklevel=2,
-    )
+    warn(node)
     # By its rule again, which knows what the op means: a kernel could read how its operands lie in memory.
     return rule_for(node.target)(p, node, args, kwargs)

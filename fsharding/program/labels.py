@@ -161,6 +161,9 @@ def _results(p: Partition, node, out, labels: Labels, found):
         p.fail(f"its rule {labels.text!r} has {len(labels.results)} results, the op has {len(values)}")
     made = []
     for i, (value, term) in enumerate(zip(values, labels.results, strict=True)):
+        if value is None:  # a gradient that nobody asked for
+            made.append(None)
+            continue
         names = _expand(p, value, term, labels)
         dims = tuple(found.get(n, ()) for n in names)
         summed = {a for n, axes in found.items() if n not in names for a in p.row_axes(axes) if p._real((a,))}

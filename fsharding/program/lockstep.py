@@ -13,8 +13,9 @@ import torch.fx as fx
 
 from fsharding.annotate.mesh import Mesh
 from fsharding.annotate.spec import local_slices, padded_shape
-from fsharding.comm import groups
+from fsharding.comm import groups, manual
 from fsharding.moe import exchange as moe_exchange
+from fsharding.program.partition import Input, LocalProgram
 
 C = torch.ops._c10d_functional
 _REDUCE = {
@@ -54,12 +55,40 @@ def _exchange(args):
     return [torch.cat([p[r] for p in pieces]) for r in range(len(args))]
 
 
+def _all_to_all(args):
+    pieces = [a[0].chunk(len(args)) for a in args]
+    return [torch.cat([p[r] for p in pieces]) for r in range(len(args))]
+
+
+def _send(args):
+    out = [torch.zeros_like(a[0]) for a in args]
+    for source, target in enumerate(args[0][1]):
+        if target >= 0:
+            out[target] = args[source][0].clone()
+    return out
+
+
+def _coalesced(single):
+    """A group call: the same collective on each of a list of operands."""
+
+    def run(args):
+        many = [single([(a[0][i], *a[1:]) for a in args]) for i in range(len(args[0][0]))]
+        return [[one[r] for one in many] for r in range(len(args))]
+
+    return run
+
+
 COLLECTIVES: dict[Callable, Callable] = {
+    C.all_gather_into_tensor_coalesced.default: _coalesced(_all_gather),
+    C.reduce_scatter_tensor_coalesced.default: _coalesced(_reduce_scatter),
+    C.all_reduce_coalesced.default: _coalesced(_all_reduce),
     C.all_gather_into_tensor.default: _all_gather,
     C.reduce_scatter_tensor.default: _reduce_scatter,
     C.all_reduce.default: _all_reduce,
     moe_exchange.exchange_counts: _exchange_counts,
     moe_exchange.exchange: _exchange,
+    C.all_to_all_single.default: _all_to_all,
+    manual.send: _send,
 }
 """Op -> (arguments of each rank of one group, in group order) -> result of each."""
 
@@ -109,16 +138,20 @@ def evaluate(lowered, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     local, mesh = lowered.local, lowered.local.mesh
     flat = [torch.as_tensor(x) for x in leaves] + list(lowered.program.constants)
     blocks = [
-        [_cut(x, spec, mesh, rank) for x, spec in zip(flat, local.inputs, strict=True)] for rank in range(mesh.size)
+        [cut(x, spec, mesh, rank) for x, spec in zip(flat, local.inputs, strict=True)] for rank in range(mesh.size)
     ]
-    out = run(local.graph, mesh, blocks)
-    results = []
-    for i, (_, dims, shape) in enumerate(local.outputs):
-        results.append(_join([own[i] for own in out], shape, dims, mesh, i))
-    return results
+    return join(local, run(local.graph, mesh, blocks))
 
 
-def _cut(x, spec, mesh, rank):
+def join(local: LocalProgram, out: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+    """The global values of which ``out`` holds the ranks' blocks, as :func:`run` gives them."""
+    return [
+        _join([own[i] for own in out], shape, dims, local.mesh, i) for i, (_, dims, shape) in enumerate(local.outputs)
+    ]
+
+
+def cut(x: torch.Tensor, spec: Input, mesh: Mesh, rank: int) -> torch.Tensor:
+    """The block that a rank holds, its padding NaN."""
     own = x[local_slices(x.shape, spec.dims, mesh.shape, mesh.coordinates(rank))]
     block = torch.full(
         padded_shape(x.shape, spec.dims, mesh.shape), torch.nan if x.is_floating_point() else 1, dtype=x.dtype

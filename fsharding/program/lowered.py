@@ -12,8 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from fsharding import _compat as compat
 from fsharding import tree as trees
+from fsharding.annotate import worlds
 from fsharding.annotate.mesh import Mesh, agree
-from fsharding.annotate.place import describe, dims_of, wrap_local
+from fsharding.annotate.place import check_alive, describe, dims_of, wrap_local
 from fsharding.annotate.spec import local_slices, padded_shape
 from fsharding.errors import ShardingError
 from fsharding.program import explain
@@ -70,7 +71,12 @@ class Lowered:
         Raises:
             ShardingError: the ranks traced different programs; or the mesh is fake.
         """
+        from fsharding.program.simulated import SimulatedProgram  # a Program itself
+
         mesh = self.local.mesh
+        if mesh.world:
+            worlds.refuse_closed(mesh.world, repr(mesh))
+            return SimulatedProgram(self)
         if mesh.fake and mesh.size > 1:
             raise ShardingError(
                 "the mesh is fake: its programs can be lowered and read, not run. Make it with `fake=False`."
@@ -91,6 +97,8 @@ def _digest(tensors) -> str:
     """A hash of the values that a function closes over: they, too, must be the same on every rank."""
     found = hashlib.sha1()
     for x in tensors:
+        if isinstance(x, DTensor):  # each rank has its own block; where it lies is in the program's text
+            continue
         found.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes() if x.numel() else b"")
     return found.hexdigest()[:12]
 
@@ -102,7 +110,8 @@ class Program:
         self.lowered, self.local = lowered, lowered.local
         mesh = self.local.mesh
         for alias in aliases(self.local.graph):
-            mesh.register_alias(alias.partition("/")[2].split(","))
+            axes, _, channel = alias.partition("/")[2].partition("#")
+            mesh.register_alias(axes.split(","), channel)
         set_device(self.local.graph, mesh.device)
         self.runner = Runner(self.local.graph, mesh)
         coordinates = mesh.coordinates()
@@ -158,11 +167,22 @@ class Program:
             else:
                 x = torch.tensor(x, dtype=spec.dtype, device=device)
             local.append(F.pad(x, pad) if pad else x)
-        local += [c if c.device == device else c.to(device) for c in self.lowered.program.constants]
+        local += [
+            self._constant(c, pad, device)
+            for c, pad in zip(self.lowered.program.constants, self._pads[len(leaves) :], strict=True)
+        ]
         out = self.runner(local)
         if self.lowered.donated:
             self._retire(leaves)
         return self._wrap(out)
+
+    @staticmethod
+    def _constant(x, pad, device):
+        if isinstance(x, DTensor):
+            check_alive("a tensor that the function closes over", x)
+            x = compat.local_of(x)
+        x = x if x.device == device else x.to(device)
+        return F.pad(x, pad) if pad else x
 
     def _wrap(self, out: list[torch.Tensor]):
         mesh, result = self.local.mesh, self.lowered.result

@@ -35,6 +35,7 @@ from fsharding.program.values import (
     Viewed,
     is_routed,
 )
+from fsharding.program.whole import WAYS_OUT, reconcile, rows_differ
 
 A = torch.ops.aten
 VALUES = (Placed, Stored, Viewed, Const, Lazy, Spread, Pending, GroupSizes, Permutation)
@@ -93,6 +94,8 @@ class Partition:
         self.emit = Emitter(mesh)
         self.routings: dict[str, RoutingState] = {}
         self.node: fx.Node | None = None  # the global node that is being interpreted
+        self.rows: dict[fx.Node, Dims] = {}  # how the inputs that are rows are split
+        self.whole: dict[Any, Placed] = {}  # what was gathered because a rule needed it whole (``whole.py``)
         self._constants: dict[Any, fx.Node] = {}
 
     # ---- running --------------------------------------------------------------------------------------------------
@@ -107,6 +110,9 @@ class Partition:
         placeholders = [n for n in program.graph.nodes if n.op == "placeholder"]
         for node, spec in zip(placeholders, inputs, strict=True):
             env[node] = self._enter(spec)
+            cuts = tuple(storage.real_axes(self.mesh, axes) for axes in spec.dims)
+            if spec.kind == "rows" and any(cuts):
+                self.rows[node] = tuple(cuts[: max(i for i, axes in enumerate(cuts) if axes) + 1])
         left = {n: len(n.users) for n in program.graph.nodes}
         for node in program.graph.nodes:
             if node.op == "placeholder":
@@ -189,11 +195,7 @@ class Partition:
 
     def refuse(self, why: str):
         """No rule serves this case: the op runs on whole operands, or is refused under ``strict``."""
-        self.fail(
-            f"{why}. No rule is verified for this case; compute it on unsharded values (for stored values: on rows), "
-            "write it with other ops, or by hand with `fs.shard_map`",
-            NoRule,
-        )
+        self.fail(f"{why}. {WAYS_OUT}", NoRule)
 
     # ---- values ---------------------------------------------------------------------------------------------------
     def shape_of_meta(self):
@@ -301,7 +303,7 @@ class Partition:
                     self.fail(_mixed_rows(have, want, x.shape[dim]))
             elif have_real != want_real:
                 if have_real != want_real[: len(have_real)]:
-                    self.fail(
+                    (self.fail if rows_differ(self) else self.refuse)(
                         f"dim {dim} of one operand is split over {have_real}, of another over {want_real}. Rows never "
                         "move on their own: give both the same spec"
                     )
@@ -376,7 +378,9 @@ class Partition:
         for label, axes in found.items():
             for axis in self._real(axes):
                 if axis in used:
-                    self.fail(f"axis {axis!r} splits two dims that meet here. Give the operands specs that agree")
+                    (self.fail if any(map(is_routed, found.values())) else self.refuse)(
+                        f"axis {axis!r} splits two dims that meet here. Give the operands specs that agree"
+                    )
                 used[axis] = label
         return found
 
@@ -384,9 +388,10 @@ class Partition:
         return axes if is_routed(axes) else storage.real_axes(self.mesh, axes)
 
     def align(self, operands: Sequence[tuple[Any, Sequence[Any]]]) -> tuple[list[Placed], dict[Any, tuple[str, ...]]]:
-        """Operands cut so that equal labels have equal blocks. Pending sums are added up first."""
+        """Operands cut so that equal labels have equal blocks. Pending sums are added up first; what must be whole
+        is gathered, loudly."""
         ready = [(v if isinstance(v, Const | Lazy | Spread) else self.total(v), labels) for v, labels in operands]
-        ready = [(self._spread_total(v), labels) for v, labels in ready]
+        ready = reconcile(self, [(self._spread_total(v), labels) for v, labels in ready])
         found = self.merge(ready)
         return [
             self.relayout(v, tuple(found.get(n, ()) if n is not None else () for n in labels)) for v, labels in ready

@@ -9,12 +9,16 @@ import torch
 
 from fsharding.comm import shards
 from fsharding.moe import ops as moe_ops
+from fsharding.program import rules_batch as batch
+from fsharding.program import rules_manual as by_hand
+from fsharding.program import rules_mlp
 from fsharding.program import rules_moe as moe
 from fsharding.program import rules_pointwise as pw
 from fsharding.program import rules_reduce as red
 from fsharding.program import rules_views as views
 from fsharding.program.attention import attention_backward_raw, attention_raw
 from fsharding.program.partition import Partition
+from fsharding.program.remat import offload_raw, reload_raw
 from fsharding.program.trace import like_raw
 from fsharding.program.values import Const, Lazy, Placed, Spread, Stored, Viewed
 from fsharding.random import draw_raw
@@ -90,6 +94,12 @@ def like(p: Partition, node, args, kwargs):
     if isinstance(x, Viewed) or isinstance(g, Const | Lazy | Spread):
         return g
     return p.total(g)
+
+
+def moved(p: Partition, node, args, kwargs):
+    """To host memory and back, block by block."""
+    x = p.total(args[0])
+    return Placed(p.emit.call(node.target, x.node, **kwargs), x.shape, x.dims)
 
 
 def attention(p: Partition, node, args, kwargs):
@@ -249,7 +259,7 @@ RULES = {
     },
     **{
         op: red.whole_reduction
-        for op in (A.argmax.default, A.argmin.default, A.var.correction, A.max.dim, A.min.dim, A.prod.dim_int)
+        for op in (A.var.correction, A.prod.dim_int)
     },
     A.mm.default: red.mm,
     A.bmm.default: red.bmm,
@@ -285,12 +295,15 @@ RULES = {
     A.index.Tensor: red.index,
     A.index_put.default: red.index_put,
     A.index_select.default: red.index_select,
+    # local in the batch dims
+    **batch.RULES,
     # whole kernels
     attention_raw: attention,
     attention_backward_raw: attention_backward,
     A.native_layer_norm.default: layer_norm,
     A.native_layer_norm_backward.default: layer_norm_backward,
     like_raw: like,
+    **{op: moved for op in (offload_raw, reload_raw)},
     draw_raw: draw,
     # routed experts
     moe_ops.route: moe.route,
@@ -303,6 +316,9 @@ RULES = {
     moe_ops.ragged_dw_raw: moe.ragged_dw,
     moe_ops.expand_raw: moe.expand,
     moe_ops.segment_sum_raw: moe.segment_sum,
+    **rules_mlp.RULES,
+    # the local view
+    **by_hand.RULES,
 }
 
 # Elementwise ops that the trace leaves whole: `op` or `op:overload,overload`. PyTorch's own tag is not the authority:

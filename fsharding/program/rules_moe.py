@@ -28,6 +28,8 @@ A = torch.ops.aten
 def _expert_axis(p: Partition) -> str | None:
     """The axis over which tokens travel, if there is one that splits anything."""
     axis = p.experts.axis if p.experts is not None else None
+    if axis in p.node.meta.get("custom", {}).get("manual", ()):
+        return None  # in a `shard_map` over it each rank routes its own tokens to the experts that it was given
     return axis if axis is not None and p.mesh.shape[axis] > 1 else None
 
 

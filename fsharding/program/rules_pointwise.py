@@ -8,6 +8,7 @@ import torch.fx as fx
 from fsharding.program.emit import dtype_of
 from fsharding.program.partition import VALUES, Partition, same_dims
 from fsharding.program.values import Const, Lazy, Pending, Placed, Spread, Stored, Viewed
+from fsharding.program.whole import reconcile
 
 A = torch.ops.aten
 LINEAR_UNARY = {A.neg.default, A.mul.Scalar, A.div.Scalar, A.positive.default}
@@ -244,8 +245,10 @@ def _placed(p: Partition, node, args, kwargs):
     shape = p.shape_of_meta()
     values = [_effective(p, a) if isinstance(a, VALUES) else a for a in args]
     bases = [v for v in values if isinstance(v, Placed | Lazy)]
-    labels = [_labels(v.shape, shape) for v in bases]
-    found = p.merge(list(zip(bases, labels, strict=True)))
+    agreed = reconcile(p, [(v, _labels(v.shape, shape)) for v in bases])
+    found = p.merge(agreed)
+    values = substitute(values, bases, [v for v, _ in agreed])
+    bases = [v for v, _ in agreed]
     local = []
     for v in values:
         if isinstance(v, Placed | Lazy):
@@ -263,6 +266,10 @@ def _placed(p: Partition, node, args, kwargs):
         )
     result = Placed(out, reached, dims)
     return result if reached == shape else Spread(result, shape)
+
+
+def substitute(values, old, new):
+    return [next((b for a, b in zip(old, new, strict=True) if a is v), v) for v in values]
 
 
 def _effective(p, value):

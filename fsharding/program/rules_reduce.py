@@ -32,14 +32,14 @@ def sum_(p: Partition, node, args, kwargs):
     """Local sums, pending over the axes that split a summed dim. Stored values: a local sum of the block, nothing
     moves."""
     x, dtype = args[0], kwargs.get("dtype")
-    dims = _dims(args, kwargs, 1, len(_shape(x)))
+    dims = _dims(args, kwargs, 1, len(shape_of(x)))
     if isinstance(x, Stored):
         return _stored_sum(p, node, x, dims, _keep(args, kwargs), dtype)
     x = p.placed(x)
     return _sum(p, node, x, dims, _keep(args, kwargs), dtype)
 
 
-def _shape(x):
+def shape_of(x):
     return x.placed.shape if isinstance(x, GroupSizes) else x.shape
 
 
@@ -57,7 +57,7 @@ def _sum(p, node, x: Placed, dims, keepdim, dtype):
         else p.emit.call(A.sum.default, x.node, **kw)
     )
     partial = x.partial | frozenset(p.mesh.sort_axes(split))
-    return Placed(out, p.shape_of_meta(), _left(x.dims, dims, keepdim), frozenset(partial))
+    return Placed(out, p.shape_of_meta(), left_dims(x.dims, dims, keepdim), frozenset(partial))
 
 
 def _no_forward_routed(p, node, x, dims):
@@ -68,7 +68,7 @@ def _no_forward_routed(p, node, x, dims):
         )
 
 
-def _left(dims, gone, keepdim):
+def left_dims(dims, gone, keepdim):
     if keepdim:
         return tuple(() if d in gone else axes for d, axes in enumerate(dims))
     return tuple(axes for d, axes in enumerate(dims) if d not in gone)
@@ -85,7 +85,7 @@ def _stored_sum(p, node, x: Stored, dims, keepdim, dtype):
         if x.shape
         else p.emit.call(A.sum.default, local, **kw)
     )
-    left = _left(x.dims, dims, keepdim)
+    left = left_dims(x.dims, dims, keepdim)
     if any(d in dims for d in cut):
         return Placed(out, p.shape_of_meta(), ((),) * len(left), frozenset(a for d in cut for a in p._real(x.dims[d])))
     return Stored(out, p.shape_of_meta(), left)
@@ -103,13 +103,13 @@ def _masked(p, x: Stored, value):
 def mean(p: Partition, node, args, kwargs):
     """A sum over the global number of elements: a mean of local means would weigh ranks, not elements."""
     x, dtype = args[0], kwargs.get("dtype")
-    shape = _shape(x)
+    shape = shape_of(x)
     dims = _dims(args, kwargs, 1, len(shape))
     keepdim = _keep(args, kwargs)
     if isinstance(x, Placed) and not x.partial and not any(p._real(x.dims[d]) for d in dims):
         kw = {"dtype": dtype} if dtype is not None else {}
         out = p.emit.call(A.mean.dim, x.node, dims, keepdim, **kw)
-        return Placed(out, p.shape_of_meta(), _left(x.dims, dims, keepdim))
+        return Placed(out, p.shape_of_meta(), left_dims(x.dims, dims, keepdim))
     count = 1
     for d in dims:
         count *= shape[d]
@@ -158,11 +158,11 @@ def extremum(p: Partition, node, args, kwargs):
             gathered = p.emit.all_gather(p.emit.call(A.unsqueeze.default, out, 0), axes)
             over = A.amin.default if _REDUCTIONS[name] == "min" else A.amax.default
             keepdim = node.meta["val"].ndim == x.ndim
-            return Placed(p.emit.call(over, gathered, [0]), p.shape_of_meta(), _left(x.dims, dims, keepdim))
+            return Placed(p.emit.call(over, gathered, [0]), p.shape_of_meta(), left_dims(x.dims, dims, keepdim))
         out = p.emit.cast(out, torch.int32) if dtype == torch.bool else out
         out = p.emit.cast(p.emit.all_reduce(out, axes, _REDUCTIONS[name]), dtype)
     keepdim = node.meta["val"].ndim == x.ndim
-    return Placed(out, p.shape_of_meta(), _left(x.dims, dims, keepdim))
+    return Placed(out, p.shape_of_meta(), left_dims(x.dims, dims, keepdim))
 
 
 def whole_reduction(p: Partition, node, args, kwargs):
@@ -174,7 +174,7 @@ def whole_reduction(p: Partition, node, args, kwargs):
     out = p.emit.call(node.target, x.node, *args[1:], **kwargs)
     values = node.meta["val"]
     first = values[0] if isinstance(values, tuple | list) else values
-    left = _left(x.dims, dims, first.ndim == x.ndim and x.ndim > 0)
+    left = left_dims(x.dims, dims, first.ndim == x.ndim and x.ndim > 0)
     if isinstance(values, tuple | list):
         return tuple(Placed(p.emit.item(out, i), tuple(v.shape), left) for i, v in enumerate(values))
     return Placed(out, p.shape_of_meta(), left)
@@ -215,7 +215,7 @@ def addmm(p: Partition, node, args, kwargs):
     out = p.total(p.contract(target, [(a, labels[0]), (b, labels[1])], labels[2]))
     if kwargs.get("alpha", 1) != 1:
         out = Placed(p.emit.call(A.mul.Tensor, out.node, kwargs["alpha"]), out.shape, out.dims)
-    have, shape = _shape(bias), out.shape
+    have, shape = shape_of(bias), out.shape
     names = list(labels[2])[len(shape) - len(have) :]
     names = [
         n if size == shape[len(shape) - len(have) + i] else None
@@ -233,9 +233,9 @@ def along(positions, dim_of, outputs=None):
 
     def rule(p: Partition, node, args, kwargs):
         values = [args[i] for i in positions]
-        ndim = len(_shape(values[0]))
+        ndim = len(shape_of(values[0]))
         whole = {d % ndim for d in dim_of(args, kwargs)} if ndim else set()
-        shapes = [_shape(v) for v in values]
+        shapes = [shape_of(v) for v in values]
         labels = [
             [None if d in whole or any(s[d] != shapes[0][d] for s in shapes) else d for d in range(ndim)]
             for _ in values
@@ -266,7 +266,7 @@ def getitem(p, node, args, kwargs):
 def embedding(p: Partition, node, args, kwargs):
     """Split over the ids' dims and the feature dim; the vocabulary must be whole."""
     weight, ids = args[0], args[1]
-    ndim = len(_shape(ids))
+    ndim = len(shape_of(ids))
     labels = [("i", d) for d in range(ndim)]
     (w, i), found = p.align([(weight, [None, "d"]), (ids, labels)])
     out = p.emit.call(A.embedding.default, w.node, i.node, *args[2:], **kwargs)
@@ -278,7 +278,7 @@ def embedding_backward(p: Partition, node, args, kwargs):
     grad, ids = args[0], args[1]
     if args[4]:
         p.refuse("`embedding` with `scale_grad_by_freq`: the frequencies are those of one rank")
-    ndim = len(_shape(ids))
+    ndim = len(shape_of(ids))
     labels = [("i", d) for d in range(ndim)]
     (g, i), found = p.align([(grad, [*labels, "d"]), (ids, labels)])
     out = p.emit.call(A.embedding_dense_backward.default, g.node, i.node, *args[2:])
@@ -287,77 +287,116 @@ def embedding_backward(p: Partition, node, args, kwargs):
 
 
 def index(p: Partition, node, args, kwargs):
-    """``x[ids]``, also ``x[:, ids]``: the indexed dims must be whole, the ids may be rows."""
+    """``x[ids]``, also ``x[:, ids]``: the indexed dims must be whole, the ids may be rows. ``x[arange(n), ids]`` picks
+    in each row: a cut of the rows cuts the ``arange``."""
     x, ids = p.total(args[0]), list(args[1])
-    _whole(p, x, [d for d, i in enumerate(ids) if i is not None], "an index")
-    at, names, labels = _index_labels(ids)
-    placed, found = p.align(
-        [(x, [None if d < len(ids) and ids[d] is not None else ("x", d) for d in range(x.ndim)]), *labels]
-    )
-    local = list(ids)
-    for d, value in zip(at, placed[1:], strict=True):
-        local[d] = value.node
+    own = _own_row(node, x.shape, ids)
+    _whole(p, x, [d for d, i in enumerate(ids) if i is not None and d != own], "an index")
+    at, names, labels = _index_labels(ids, own)
+    indexed = [d for d in at if d != own]
+    at_x = [None if d in indexed else names[0] if d == own else ("x", d) for d in range(x.ndim)]
+    placed, found = p.align([(x, at_x), *labels])
+    local = _local_ids(p, ids, own, placed[0], placed[1:])
     out = p.emit.call(A.index.Tensor, placed[0].node, local)
     return Placed(out, p.shape_of_meta(), _indexed_dims(x.ndim, ids, at, names, found))
 
 
-def _index_labels(ids):
+def _own_row(node, shape, ids) -> int | None:
+    """The dim that an ``arange`` over all of it indexes, beside 1-d ids: each row looks into itself."""
     at = [d for d, i in enumerate(ids) if i is not None]
-    ndim = max(len(_shape(ids[d])) for d in at)
+    if len(at) < 2 or any(len(shape_of(ids[d])) != 1 for d in at):
+        return None
+    for d in at:
+        source = node.args[1][d]
+        name = str(source.target)
+        start, stop, step = {"aten.arange.default": (0, *source.args[:1], 1)}.get(name, (*source.args, 1)[:3])\
+            if name.startswith("aten.arange") else (None,) * 3
+        if (start, stop, step) == (0, shape[d], 1):
+            return d
+    return None
+
+
+def _local_ids(p, ids, own, x, placed):
+    """The ids' nodes; that of the dim which indexes itself counts the rows of the block."""
+    rest, local = iter(placed), list(ids)
+    for d, i in enumerate(ids):
+        if d == own:
+            local[d] = p.emit.call(A.arange.start_step, 0, p.local_size(x.shape[d], x.dims[d]), 1)
+        elif i is not None:
+            local[d] = next(rest).node
+    return local
+
+
+def _index_labels(ids, own=None):
+    at = [d for d, i in enumerate(ids) if i is not None]
+    ndim = max(len(shape_of(ids[d])) for d in at)
     names = [("i", d) for d in range(ndim)]
-    shape = torch.broadcast_shapes(*(_shape(ids[d]) for d in at))
+    shape = torch.broadcast_shapes(*(shape_of(ids[d]) for d in at))
     labels = []
     for d in at:
-        have = _shape(ids[d])
+        have = shape_of(ids[d])
         offset = ndim - len(have)
-        labels.append((ids[d], [names[offset + k] if n == shape[offset + k] else None for k, n in enumerate(have)]))
+        if d != own:
+            labels.append((ids[d], [names[offset + k] if n == shape[offset + k] else None for k, n in enumerate(have)]))
     return at, names, labels
 
 
-def _indexed_dims(ndim, ids, at, names, found):
+def _index_order(ndim, at, names):
+    """The labels of what an index gives: the indexed dims at the first of them, or in front if they are apart."""
     rest = [("x", d) for d in range(ndim) if d not in at]
-    adjacent = at == list(range(at[0], at[-1] + 1))
-    first = at[0] if adjacent else 0
-    order = rest[:first] + names + rest[first:]
-    return tuple(found.get(n, ()) for n in order)
+    first = at[0] if at == list(range(at[0], at[-1] + 1)) else 0
+    return rest[:first] + names + rest[first:]
+
+
+def _indexed_dims(ndim, ids, at, names, found):
+    return tuple(found.get(n, ()) for n in _index_order(ndim, at, names))
 
 
 def index_put(p: Partition, node, args, kwargs):
-    """The transpose of :func:`index`: rows added into zeros are a pending sum."""
+    """The transpose of :func:`index`: rows added into zeros are a pending sum. What is written elsewhere must be
+    whole along the indexed dims."""
     x, ids, values = args[0], list(args[1]), args[2]
     accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
-    if not (isinstance(x, Const) and x.value == 0 and accumulate):
-        whole = [p.total(v) for v in (x, *(i for i in ids if i is not None), values)]
-        if any(p._real(axes) for v in whole for axes in v.dims):
-            p.refuse("an indexed assignment where an operand is split")
-        it = iter(v.node for v in whole[1:-1])
-        local = [None if i is None else next(it) for i in ids]
-        return Placed(
-            p.emit.call(A.index_put.default, whole[0].node, local, whole[-1].node, accumulate),
-            x.shape,
-            ((),) * len(x.shape),
-        )
-    at, names, labels = _index_labels(ids)
-    rest = [("x", d) for d in range(x.ndim) if d not in at]
-    first = at[0] if at == list(range(at[0], at[-1] + 1)) else 0
-    order = rest[:first] + names + rest[first:]
-    if len(_shape(values)) != len(order):
-        p.refuse("an indexed addition of broadcast values")
-    placed, found = p.align([(values, order), *labels])
-    dims = tuple(() if d in at else found.get(("x", d), ()) for d in range(x.ndim))
-    zeros = p.relayout(x, dims)
-    local = list(ids)
-    for d, value in zip(at, placed[1:], strict=True):
-        local[d] = value.node
-    out = p.emit.call(A.index_put.default, zeros.node, local, placed[0].node, True)
-    partial = {a for n in names for a in p.row_axes(found.get(n, ()))}
-    return Placed(out, x.shape, dims, frozenset(a for a in partial if p._real((a,))))
+    own = _own_row(node, shape_of(x), ids)
+    at, names, labels = _index_labels(ids, own)
+    order = _index_order(len(shape_of(x)), at, names)
+    sums = isinstance(x, Const) and x.value == 0 and accumulate and own is None
+    if any(_is_mask(node, d) for d in at) or (sums and len(shape_of(values)) != len(order)):
+        p.refuse("an indexed assignment by a mask, or an indexed addition of broadcast values")
+    if not sums:
+        kept = {names[0]} if own is not None else set()
+        labels = [(i, [n if n in kept else None for n in of]) for i, of in labels]
+        order = [n if n in kept or n not in names else None for n in order]
+    at_x = [None if d in at and d != own else names[0] if d == own else ("x", d) for d in range(len(shape_of(x)))]
+    operands = [(values, _right_aligned(order, node, values)), *labels]
+    placed, found = p.align(operands if sums else [*operands, (x, at_x)])
+    dims = tuple(found.get(n, ()) if n is not None else () for n in at_x)
+    base = p.relayout(x, dims) if sums else placed[-1]
+    local = _local_ids(p, ids, own, base, placed[1 : 1 + len(labels)])
+    out = p.emit.call(A.index_put.default, base.node, local, placed[0].node, accumulate)
+    partial = {a for n in names for a in p.row_axes(found.get(n, ()))} if sums else set()
+    return Placed(out, tuple(shape_of(x)), dims, frozenset(a for a in partial if p._real((a,))))
+
+
+def _is_mask(node, d) -> bool:
+    return node.args[1][d].meta["val"].dtype == torch.bool
+
+
+def _right_aligned(order, node, values):
+    """The labels of values that broadcast to what the index selects."""
+    have = shape_of(values)
+    selected = torch.ops.aten.index.Tensor(
+        torch.empty(node.args[0].meta["val"].shape, device="meta"),
+        [None if i is None else torch.empty(i.meta["val"].shape, dtype=torch.int64, device="meta") for i in node.args[1]],
+    ).shape
+    offset = len(order) - len(have)
+    return [order[offset + k] if n == selected[offset + k] else None for k, n in enumerate(have)]
 
 
 def index_select(p: Partition, node, args, kwargs):
     """As indexing: the indexed dim must be whole, the ids may be split."""
     x, dim, ids = args
-    indices = [None] * (dim % len(_shape(x))) + [ids]
+    indices = [None] * (dim % len(shape_of(x))) + [ids]
     return index(p, node, (x, indices), {})
 
 
@@ -401,6 +440,15 @@ def substitute(tree, by_id):
     if isinstance(tree, dict):
         return {k: substitute(v, by_id) for k, v in tree.items()}
     return by_id.get(id(tree), tree)
+
+
+def replace_tensors(args, kwargs, slots, placed):
+    """The arguments with the tensors at ``slots`` (``labels.tensor_slots``) replaced by local ones, in order."""
+    full, named, local = list(args), dict(kwargs), iter(placed)
+    for where, value in slots:
+        if value is not None:
+            (full if isinstance(where, int) else named)[where] = next(local).node
+    return full, named
 
 
 OPERATORS = {operator.getitem: getitem}

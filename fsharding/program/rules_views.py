@@ -7,8 +7,9 @@ import functools
 
 import torch
 
-from fsharding.program.partition import Partition
+from fsharding.program.partition import NoRule, Partition
 from fsharding.program.values import Const, GroupSizes, Pending, Placed, Spread, Stored, Viewed, is_routed
+from fsharding.program.whole import gather_loudly
 
 A = torch.ops.aten
 
@@ -40,6 +41,8 @@ def _later(p: Partition, node, x: Stored | Viewed, apply, shape) -> Viewed:
         p.node = node  # rules and errors speak of this op
         try:
             return apply(y)
+        except NoRule as why:  # a model axis is in the way
+            return apply(gather_loudly(p, y, y.dims, str(why).rstrip(".")))
         finally:
             p.node = before
 
@@ -310,7 +313,7 @@ def repeat(p, node, x, times):
 
 def strided_cuts(shape, strides, size, stride, offset):
     """``as_strided`` as slices and selections: per dim of a base of this shape and strides (start, length, step) or an
-    index.
+    index; and the dims of the base that the view's dims show, in the view's order.
 
     None where the strides say anything else. Autograd writes such views, in terms of the memory of the base, for
     in-place assignments to slices; the base may be transposed in memory. Dims of size 1 of the view are left out.
@@ -337,25 +340,75 @@ def strided_cuts(shape, strides, size, stride, offset):
         if fits:
             found[d] = fits[0]
             wanted.remove(fits[0])
-    in_order = [found[d] for d in sorted(found)]
-    return cuts if not wanted and not offset and in_order == sorted(in_order) else None
+    return (cuts, sorted(found, key=found.get)) if not wanted and not offset else None
+
+
+def memory_shape(n: int, size, stride) -> tuple[int, ...] | None:
+    """The shape of which a view by strides of ``n`` numbers in a row takes slices, None where there is none."""
+    steps = sorted({s for m, s in zip(size, stride, strict=True) if m != 1}, reverse=True)
+    steps = [*steps, *([] if steps and steps[-1] == 1 else [1])]
+    wide = [n, *steps]
+    if steps and any(s <= 0 or a % s for a, s in zip(wide, steps, strict=False)):
+        return None
+    return tuple(a // s for a, s in zip(wide, steps, strict=False))
 
 
 @view_rule
 def as_strided(p, node, x, size, stride, offset=None):
-    """A view by strides, as slices and selections of the base; refused where it is none."""
-    cut = _cut_view(p, x, _cuts(p, node, size, stride, offset))
+    x, found = _sliced(p, node, x, size, stride, offset)
+    if found is None:
+        return _strided_by_memory(p, node, x, lambda y: p.emit.call(A.as_strided.default, y, size, stride, offset or 0))
+    cuts, order = found
+    cut = _permuted(p, _cut_view(p, x, cuts), [d for d, c in enumerate(cuts) if not isinstance(c, int)], order)
     dims = iter(cut.dims)
     dims = tuple(next(dims) if n != 1 else () for n in size)
     return _result(p, p.emit.reshape(cut.node, p.local_shape(size, dims)), size, dims, x)
 
 
-def _cuts(p, node, size, stride, offset):
+def _sliced(p, node, x, size, stride, offset):
+    """The base (a flat one in the shape that the strides speak of) and how the view is cut from it, or None."""
     base = node.args[0].meta["val"]  # what one device would have in memory
-    cuts = strided_cuts(base.shape, base.stride(), size, stride, offset or 0)
-    if cuts is None:
-        p.fail("a view by strides that is no slice: write it with slices, `select` or `unfold`")
-    return cuts
+    shape = memory_shape(base.numel(), size, stride) if base.ndim == 1 and base.stride() == (1,) else None
+    if shape is None or len(shape) == 1:
+        return x, strided_cuts(base.shape, base.stride(), size, stride, offset or 0)
+    strides = torch.empty(shape, device="meta").stride()
+    return _reshaped(p, x, shape), strided_cuts(shape, strides, size, stride, offset or 0)
+
+
+def _reshaped(p, x, shape):
+    if isinstance(x, Const):
+        return Const(x.value, tuple(shape), x.dtype)
+    x = p.placed(x)
+    dims = reshaped_dims(p, x.shape, shape, x.dims)
+    return _result(p, p.emit.reshape(x.node, p.local_shape(shape, dims)), shape, dims, x)
+
+
+def _permuted(p, x, have, want):
+    """``x``, whose dims stand for ``have``, with its dims in the order ``want``."""
+    order = [have.index(d) for d in want]
+    return _result(p, p.emit.permute(x.node, order), [x.shape[d] for d in order], [x.dims[d] for d in order], x)
+
+
+def _strided_by_memory(p, node, x, take):
+    """A view by strides that is no slice: of the whole value, laid out as one device would have it in memory."""
+    if any(map(p._real, x.dims)):
+        p.refuse("a view by strides that is no slice")
+    return _result(p, take(_in_memory(p, node, x)), node.meta["val"].shape, ((),) * node.meta["val"].ndim, x)
+
+
+def _memory_order(p, base) -> list[int]:
+    order = sorted(range(base.ndim), key=lambda d: -base.stride(d) if base.shape[d] != 1 else 1)
+    expected = 1
+    for d in reversed(order):
+        if base.shape[d] != 1 and base.stride(d) != expected:
+            p.fail("a view by strides of a value with gaps in memory: write it with slices, `select` or `unfold`")
+        expected *= base.shape[d]
+    return order
+
+
+def _in_memory(p, node, x):
+    out = p.emit.permute(x.node, _memory_order(p, node.args[0].meta["val"]))
+    return p.emit.call(A.clone.default, out, memory_format=torch.contiguous_format)
 
 
 def _cut_view(p, x, cuts):
@@ -376,14 +429,27 @@ def _cut_view(p, x, cuts):
 def as_strided_scatter(p, node, args, kwargs):
     """``src`` written into the slice of ``x`` that the strides describe: nested slice and select scatters."""
     x, src, size, stride = args[:4]
-    cuts = _cuts(p, node, size, stride, args[4] if len(args) > 4 else kwargs.get("storage_offset"))
-    src = _squeezed(p, src)
+    offset = args[4] if len(args) > 4 else kwargs.get("storage_offset")
+    shape = node.meta["val"].shape
+    x, found = _sliced(p, node, x, size, stride, offset)
+    if found is None:
+        return _scatter_by_memory(p, node, p.total(x), p.total(src), size, stride, offset or 0)
+    cuts, order = found
     kept = [d for d, c in enumerate(cuts) if not isinstance(c, int)]
-    whole = [d for d, c in enumerate(cuts) if isinstance(c, int) or c != (0, node.meta["val"].shape[d], 1)]
+    src = _permuted(p, _squeezed(p, src), order, kept)
+    whole = [d for d, c in enumerate(cuts) if isinstance(c, int) or c != (0, x.shape[d], 1)]
     labels = [None if d in whole else d for d in range(len(cuts))]
     (x, src), _ = p.align([(x, labels), (src, [labels[d] for d in kept])])
     todo = [c if d in whole else None for d, c in enumerate(cuts)]
-    return _result(p, _scatter(p, x.node, src.node, todo, 0), x.shape, x.dims, x)
+    return _reshaped(p, _result(p, _scatter(p, x.node, src.node, todo, 0), x.shape, x.dims, x), shape)
+
+
+def _scatter_by_memory(p, node, x, src, size, stride, offset):
+    if any(map(p._real, (*x.dims, *src.dims))):
+        p.refuse("an assignment by strides that is no slice")
+    order = _memory_order(p, node.args[0].meta["val"])
+    out = p.emit.call(A.as_strided_scatter.default, _in_memory(p, node, x), src.node, size, stride, offset)
+    return _result(p, p.emit.permute(out, [order.index(d) for d in range(x.ndim)]), x.shape, x.dims, x)
 
 
 def _squeezed(p, value) -> Placed:

@@ -16,7 +16,7 @@ from fsharding import _compat as compat
 from fsharding import tree as trees
 from fsharding.annotate.mesh import Mesh, agree, mesh_of
 from fsharding.annotate.param import ShapeDtype
-from fsharding.annotate.place import dims_of, spec_of
+from fsharding.annotate.place import describe, dims_of, spec_of
 from fsharding.annotate.spec import P, check_sizes, normalize
 from fsharding.comm.storage import real_axes
 from fsharding.errors import ShardingError
@@ -34,24 +34,10 @@ from fsharding.program.checks import check_leaves
 from fsharding.program.donate import drop_dead, pull_updates_forward, write_back
 from fsharding.program.lowered import Lowered, Program
 from fsharding.program.partition import Experts, Input, LocalProgram, Partition, same_dims
+from fsharding.program.schedule import Schedule
+from fsharding.program.schedule import schedule as scheduled
 from fsharding.program.trace import GlobalProgram, trace
 from fsharding.program.transforms import Precision, check_gradient_scope, with_precision
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """When weights are gathered. What is built: each leaf is gathered once, where it is first used, and kept for the
-    backward pass (``prefetch=0, regather=False``); other values raise until their passes exist."""
-
-    prefetch: int = 0
-    regather: bool = False
-
-    def __post_init__(self):
-        if self.prefetch or self.regather:
-            raise ShardingError(
-                f"{self!r}: prefetching and gathering again for the backward pass are not available in this version. "
-                "Use `Schedule(prefetch=0, regather=False)`, the default."
-            )
 
 
 @dataclass(frozen=True)
@@ -68,6 +54,7 @@ class Options:
     precision: Precision | None
     experts: Any
     strict: bool
+    schedule: Schedule
 
 
 def shard(
@@ -102,7 +89,7 @@ def shard(
         precision: a :class:`Precision`, or just its compute dtype.
         experts: :class:`Experts`; "auto" means ``Experts("ep")`` where the mesh has that axis; None gathers experts as
             any weight.
-        schedule: a :class:`Schedule`.
+        schedule: when parameters are gathered and gradients reduced: a :class:`Schedule`.
         backend: "eager".
         strict: refuse ops without a rule for their operands, which otherwise run on gathered operands: right, but slow;
             they warn once and show as ``kind="fallback"`` in ``collectives()``.
@@ -116,13 +103,15 @@ def shard(
         raise ShardingError(f"`mesh` must come from `fs.make_mesh`, got {type(mesh).__name__}.")
     if precision is not None and not isinstance(precision, Precision):
         precision = Precision(compute=precision)
+    if schedule is not None and not isinstance(schedule, Schedule):
+        raise ShardingError(f"`schedule` must be an `fs.Schedule`, got {schedule!r}.")
     if isinstance(experts, Experts) and experts.dispatcher not in DISPATCHERS:
         raise ShardingError(f"unknown dispatcher {experts.dispatcher!r}: one of {sorted(DISPATCHERS)}.")
     if isinstance(static_argnames, str):
         static_argnames = (static_argnames,)
     options = Options(
         mesh, in_specs, out_specs, _numbers(stored_argnums), _numbers(donate_argnums), _numbers(static_argnums),
-        tuple(static_argnames), precision, experts, strict,
+        tuple(static_argnames), precision, experts, strict, schedule or Schedule(),
     )  # fmt: skip
     return Sharded(fn, options)
 
@@ -132,6 +121,17 @@ def _typed(value):
     if isinstance(value, tuple):
         return tuple(map(_typed, value))
     return type(value), value, repr(value) if isinstance(value, float | complex) else None
+
+
+def _constant(number: int, x: torch.Tensor, mesh: Mesh) -> Input:
+    """What a closed-over tensor is to the program: a constant that every rank holds, or (in a ``shard_map``) a value
+    at rest."""
+    shape = tuple(x.shape)
+    if not isinstance(x, DTensor):
+        return Input(f"const_{number}", shape, x.dtype, ((),) * x.ndim, "constant")
+    if mesh_of(x.device_mesh) != mesh:
+        raise ShardingError(f"a closed-over tensor {describe(x)} does not live on {mesh!r}. Move it with `fs.reshard`.")
+    return Input(f"const_{number}", shape, x.dtype, dims_of(x), "stored")
 
 
 def _from_start(numbers: Sequence[int], count: int) -> set[int]:
@@ -160,11 +160,14 @@ class Sharded:
         check_leaves(call)
         if plain.is_disabled():
             return plain.run(call, self._function())
+        return self._program(call).checked(call)
+
+    def _program(self, call: Call) -> Program:
         key = self._key(call)
         program = self._programs.get(key)
         if program is None:
             program = self._programs[key] = self._lower_together(call).compile()
-        return program.checked(call)
+        return program
 
     def lower(self, *args, **kwargs) -> Lowered:
         """The program for these arguments (tensors or :class:`ShapeDtype` leaves). No data is read, nothing is sent."""
@@ -333,16 +336,14 @@ class Sharded:
         program = trace(self._flat_function(call, result), fakes, check_gradient_scope)
         tensors = [p for i, p in enumerate(result["paths"]) if i not in result["fixed"]]
         out_dims = self._out_dims(call.mesh, result, program, tensors)
-        constants = [
-            Input(f"const_{i}", tuple(c.shape), c.dtype, ((),) * c.ndim, "constant")
-            for i, c in enumerate(program.constants)
-        ]
+        constants = [_constant(i, c, call.mesh) for i, c in enumerate(program.constants)]
         reduce = self.options.precision.reduce if self.options.precision else None
         local = Partition(call.mesh, experts, reduce, self.options.strict).run(
             program.graph, inputs + constants, out_dims
         )
         drop_dead(local.graph)
         pull_updates_forward(local.graph)
+        scheduled(local, self.options.schedule)
         # A plain tensor cannot be taken away from its owner, who would read the new value in it: it is left alone.
         donated = [
             i

@@ -124,7 +124,8 @@ def _check_arity(op, rule: str) -> None:
     labels, slots = parse(rule), tensor_slots(op, (), {})
     if len(slots) != len(labels.operands):
         raise ShardingError(
-            f"rule {rule!r} has {len(labels.operands)} operands, `{_name(op)}` takes {len(slots)} tensors: one term each."
+            f"rule {rule!r} has {len(labels.operands)} operands, `{_name(op)}` takes {len(slots)} tensors: "
+            "one term each."
         )
     if len(op._schema.returns) != len(labels.results):
         raise ShardingError(
@@ -168,6 +169,6 @@ def _same(op, text, name, parts, i, x, y) -> None:
     loose = 1e-5 if y.dtype in (torch.float32, torch.float64) or not y.is_floating_point() else 2e-2
     if not error <= loose * max(scale, 1e-6):  # NaN, too, is wrong
         raise ShardingError(
-            f"rule {text!r} of `{_name(op)}` is wrong: with {name!r} split {parts} ways result {i} is off by {error:.2g} "
-            f"(its largest element is {scale:.2g}). Put {name!r} in brackets if the op needs it whole."
+            f"rule {text!r} of `{_name(op)}` is wrong: with {name!r} split {parts} ways result {i} is off by "
+            f"{error:.2g} (its largest element is {scale:.2g}). Put {name!r} in brackets if the op needs it whole."
         )

@@ -22,8 +22,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fsharding import _compat as compat
 from fsharding import oplib
+from fsharding.comm.varying import PLACED, conform, is_placed, mark_regions, region
 from fsharding.errors import ShardingError
+from fsharding.program import decompositions
 from fsharding.program.composites import Rewrite
+from fsharding.program.remat import recompute
 from fsharding.program.source import annotate, error_line, line_of, phase_of
 
 A = torch.ops.aten
@@ -74,7 +77,9 @@ class GlobalProgram:
 _KEEP = """sum mean _softmax _softmax_backward_data _log_softmax _log_softmax_backward_data silu silu_backward gelu
 gelu_backward
     native_layer_norm native_layer_norm_backward embedding_dense_backward t split split_with_sizes addmm _to_copy
-    baddbmm stack transpose sigmoid_backward tanh_backward""".split()
+    baddbmm stack transpose sigmoid_backward tanh_backward reflection_pad1d reflection_pad2d reflection_pad3d
+    reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward replication_pad1d replication_pad2d
+    replication_pad3d""".split()
 
 
 # Identities once nothing is mutated.
@@ -84,7 +89,8 @@ _IDENTITIES = (A.lift_fresh_copy.default, A.lift_fresh.default, A.alias.default,
 @functools.cache
 def _table() -> dict:
     table = dict(core_aten_decompositions())
-    table.update(get_decompositions([A.linalg_vector_norm, A.native_group_norm]))
+    table.update(get_decompositions([A.linalg_vector_norm, A.native_group_norm, A.dist, A.addmv]))
+    table.update(decompositions.TABLE)
     for op in list(table):
         name = op.name().split("::")[-1].split(".")[0] if hasattr(op, "name") else str(op)
         # The decomposed flash forward would hand its backward something that is no logsumexp: a wrong gradient.
@@ -108,17 +114,18 @@ class _Constants:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if compat.is_fake(x) or compat.is_wrapped(x) or compat.current_tracer() is None:
             return x
-        if isinstance(x, torch.distributed.tensor.DTensor):
+        placed = isinstance(x, torch.distributed.tensor.DTensor)
+        if placed and region() is None:
             raise ShardingError(
                 f"the function closes over a sharded tensor {tuple(x.shape)}: pass it as an argument (closed-over "
                 "tensors are constants that every rank holds in full)."
             )
         if id(x) not in self.seen:
             with compat.no_modes():
-                real = x.detach()
+                real = x if placed else x.detach()
                 with self.fakes:
                     fake = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
-            compat.track_constant(fake, real, f"closed_over_{len(self.seen)}")
+            compat.track_constant(fake, real, f"{PLACED if placed else 'closed_over_'}{len(self.seen)}")
             self.seen[id(x)] = (fake, x)  # keeps x alive: its id stands for it
         return self.seen[id(x)][0]
 
@@ -141,11 +148,14 @@ def trace(fn: Callable, inputs: Sequence[torch.Tensor], on_gradient: Callable | 
     def at_rest(g, x):
         if on_gradient is not None:
             on_gradient(g, x)
-        return _Like.apply(g, x)
+        return _Like.apply(conform(g, x, "a gradient"), x)
+
+    def started(g, y):
+        return conform(g, y, "a cotangent that a pull-back was given")
 
     def run(*xs):
         annotate(compat.current_tracer())
-        with compat.watch_gradients(at_rest), oplib.lifting(lift), Rewrite(lift):
+        with compat.watch_gradients(at_rest, started), oplib.lifting(lift), Rewrite(lift):
             return fn(*xs)
 
     with _readable(), warnings.catch_warnings():
@@ -157,7 +167,10 @@ def trace(fn: Callable, inputs: Sequence[torch.Tensor], on_gradient: Callable | 
         constants = _lift_attributes(sweep(traced))
         _refuse_mutated_inputs(traced)
         program = _functionalise(traced, args, constants, fakes) if any(map(_mutates, traced.graph.nodes)) else traced
-    return GlobalProgram(_finish(program), constants, len(args))
+    finished = _finish(program)
+    holders = [n for n in finished.graph.nodes if n.op == "placeholder"]
+    mark_regions(finished.graph, [n for n in holders[len(args) :] if not is_placed(n)])
+    return GlobalProgram(finished, constants, len(args))
 
 
 def _refuse_host_read(node: fx.Node) -> None:
@@ -209,6 +222,8 @@ def _finish(gm: fx.GraphModule) -> fx.GraphModule:
             f"{line_of(node)}: `{_short_name(node)}` writes in place in a way that cannot be traced. Use the op that "
             "returns a new value."
         )
+    recompute(gm.graph)
+    sweep(gm)
     _mark_updates(gm)
     return gm
 
@@ -220,6 +235,8 @@ def _lift_attributes(gm: fx.GraphModule) -> list[torch.Tensor]:
         if node.target not in found:
             with graph.inserting_before(first):
                 found[node.target] = graph.placeholder("const_" + node.target.lstrip("_"))
+            x = getattr(gm, node.target)
+            found[node.target].meta["val"] = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
         node.replace_all_uses_with(found[node.target])
         graph.erase_node(node)
     return [getattr(gm, name) for name in found]

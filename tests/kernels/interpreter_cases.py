@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 import kernels
-from kernels import glu, routing, rows, table, tiles, wgrad
+from kernels import experts, glu, routing, rows, table, tiles, wgrad
 from kernels.table import Config
 
 combine = importlib.import_module("kernels.combine")  # the package hands out the function of the same name
@@ -103,6 +103,54 @@ def test_wgrad(k, n):
     got = wgrad.wgrad_launch(x, g, r.offsets, r.order, config=CONFIG, tma=1)
     same(got, wgrad.wgrad_reference(x, g, r.offsets, r.order))
     assert (got[1] == 0).all() and (got[4] == 0).all()
+
+
+@pytest.mark.parametrize("sizes,k,n", [([0, 300, 0, 0], 20, 33), ([200, 60, 0, 31], 33, 20), ([16] * 5, 40, 33)])
+def test_wgrad_split_tiles(sizes, k, n):
+    """Equal runs of steps over the programs: tiles that one border cuts, several do, or none; and none at all."""
+    count = sum(sizes) + 3
+    r, x, g = group(sizes, count), torch.randn(count, k), torch.randn(count, n)
+    want = wgrad.wgrad_reference(x, g, r.offsets, r.order)
+    for slack in (0, 1, 1000):
+        config = CONFIG._replace(stream=slack)
+        same(wgrad.wgrad_launch(x, g, r.offsets, r.order, config=config, tma=1), want)
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_rows_scattered(flatten, transposed):
+    """Results written in another order, rows past the groups as zeros at their places."""
+    r, w = group(SIZES, ROWS), torch.randn(len(SIZES), 48, 40)
+    target = torch.randperm(ROWS).to(torch.int32)
+    x, config = torch.randn(ROWS, 40 if transposed else 48), CONFIG._replace(flatten=flatten)
+    args = (x, w, r.offsets, r.blocks, None, None, None, transposed, target)
+    same(rows.rows_launch(*args, config=config, tma=1), rows.rows_reference(*args))
+
+
+@pytest.mark.parametrize("activation", glu.ACTIVATIONS)
+def test_layer_on_arrived_rows(activation, monkeypatch):
+    """The layer on rows in any order, as they come from other ranks, equals the references step by step."""
+    for module in (glu, rows, tiles, wgrad):  # the interpreter refuses descriptors whose bounds wrap around
+        monkeypatch.setattr(module, "tma_ready", lambda *tensors: False)
+    order = torch.randperm(ROWS - 9).to(torch.int32)
+    r = group(SIZES, ROWS - 9)
+    x, w_in, w_out = torch.randn(ROWS - 9, 24), torch.randn(5, 24, 36) * 0.2, torch.randn(5, 18, 24) * 0.2
+    g, scale = torch.randn(ROWS - 9, 24), torch.rand(ROWS - 9)
+    y, h = experts.rows_forward_launch(x, w_in, w_out, r.offsets, order, r.blocks, r.order, activation, True)
+    want_h, a = glu.glu_reference(x, w_in, r.offsets, r.blocks, order, activation)
+    same(h, want_h)
+    at = (r.offsets, r.blocks)
+    same(y, rows.rows_reference(a, w_out, *at, target=order))
+    grads = experts.rows_backward_launch(
+        g, x, w_in, w_out, scale, h, r.offsets, order, r.blocks, r.order, activation, (True,) * 4
+    )
+    dh, a, dscale = glu.glu_backward_reference(g, w_out, want_h, scale, *at, order, activation)
+    same(grads, (
+        rows.rows_reference(dh, w_in, *at, transposed=True, target=order),
+        wgrad.wgrad_reference(x, dh, r.offsets, r.order, order),
+        wgrad.wgrad_reference(a, g, r.offsets, r.order, None, order),
+        dscale,
+    ))  # fmt: skip
 
 
 @pytest.mark.parametrize("impl", ["triton", "copy"])

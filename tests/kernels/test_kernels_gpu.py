@@ -64,6 +64,35 @@ def test_wgrad(op, config, k, n):
     assert torch.equal(dw, wgrad_launch(x, g, r.offsets, r.order, config=config))
 
 
+@pytest.mark.parametrize("op,config", of("wgrad"))
+@pytest.mark.parametrize("sizes", [[0, 5000, 0, 0], [4000, 700, 0, 31], [100] * 16], ids=["one-hot", "skewed", "even"])
+@pytest.mark.parametrize("k,n", [(256, 512), (100, 33)])
+def test_wgrad_split_tiles(op, config, sizes, k, n):
+    """Tiles that run across programs: the same numbers every time, and those of whole tiles up to rounding."""
+    r, x, g = groups(sizes, sum(sizes)), normal(sum(sizes), k), normal(sum(sizes), n)
+    want = wgrad_oracle(x, g, r.offsets, r.order)
+    for slack in (1, 32):
+        split = config._replace(stream=slack)
+        dw = wgrad_launch(x, g, r.offsets, r.order, config=split)
+        for e in range(len(sizes)):
+            close(dw[e], want[e], None)
+        poison()
+        assert torch.equal(dw, wgrad_launch(x, g, r.offsets, r.order, config=split))
+
+
+@pytest.mark.parametrize("op,config", of("forward", "dgrad"))
+@pytest.mark.parametrize("k,n", [(256, 512), (72, 200), (100, 33)])
+def test_rows_scattered(op, config, k, n):
+    """Each row of the result written to a place of its own; rows past the groups are zeros at theirs."""
+    r, transposed = groups(SIZES, ROWS), op == "dgrad"
+    w = normal(len(SIZES), *((n, k) if transposed else (k, n)), scale=k**-0.5)
+    x, target = normal(ROWS, k), torch.randperm(ROWS, device="cuda").to(torch.int32)
+    run = lambda t: rows_launch(x, w, r.offsets, r.blocks, transposed=transposed, target=t, config=config)  # noqa: E731
+    want = run(None)
+    poison()
+    assert torch.equal(run(target)[target.long()], want)
+
+
 @pytest.mark.parametrize("op,config", of("wgrad_gather"))
 @pytest.mark.parametrize("side", ["x", "g", "both"])
 def test_wgrad_gather(op, config, side):

@@ -1,0 +1,394 @@
+"""When a local program communicates: gathers ahead of their use, reductions behind their gradient, waits late.
+
+Pure passes over the graph; nothing here knows a process. The compute of a program keeps its order. Around it move
+
+* *gathers* of stored leaves (a chain of casts, the collective, its wait, reshapes): one bucket per layer and direction,
+  issued ``prefetch`` buckets ahead, waited for at the first use;
+* *reductions* of gradients: issued when the bucket's last gradient is there, waited for where the result is used.
+
+A leaf that both directions use is gathered for each (``regather``), so that its whole form lives only while it is used.
+Reads the text of key paths only to find layers: leaves that share a path up to the first index are one bucket.
+"""
+
+from __future__ import annotations
+
+import heapq
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.fx as fx
+
+from fsharding.comm import shards
+from fsharding.errors import ShardingError
+from fsharding.program.coalesce import coalesce
+from fsharding.program.donate import drop_dead
+from fsharding.program.hold import layer_major, merge_reductions
+from fsharding.program.partition import LocalProgram
+from fsharding.program.source import phase_of
+
+A = torch.ops.aten
+C = torch.ops._c10d_functional
+GATHER = C.all_gather_into_tensor.default
+REDUCE = (C.reduce_scatter_tensor.default, C.all_reduce.default)
+WAIT = C.wait_tensor.default
+# What may stand in a chain from a stored leaf to its use: nothing that computes.
+_MOVES = {
+    A._to_copy.default, A.reshape.default, A.view.default, A.permute.default, A.transpose.int, A.t.default,
+    A.expand.default, A.unsqueeze.default, A.squeeze.dim, A.squeeze.dims, A.select.int, A.slice.Tensor,
+    A.contiguous.default, A.clone.default, shards.unpad_blocks, shards.shard_slice, GATHER, WAIT,
+}  # fmt: skip
+_LAYER = re.compile(r"^(.*?\[\d+\])")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When parameters are gathered and gradients reduced.
+
+    Args:
+        prefetch: how many layers ahead of its first use a layer's gather is issued; 0 issues it where it is used.
+        regather: gather a leaf again for the backward pass instead of keeping it whole: less memory, more traffic. What
+            the forward pass uses last is kept.
+        pack_mib: leaves of up to this size, gathered, travel packed in one buffer; larger ones in one group call without
+            copies. 0 switches both off: one collective a leaf.
+        in_flight: at most this many buckets of reductions run before the oldest is waited for; None: no bound. Their
+            unreduced gradients stay alive as long.
+        hold: "layer" runs all micro-batches of a layer before the next layer (in both directions), so that one gather
+            serves them all; None keeps the order in which the function computes.
+    """
+
+    prefetch: int = 1
+    regather: bool = True
+    pack_mib: float = 4.0
+    in_flight: int | None = 2
+    hold: str | None = None
+
+    def __post_init__(self):
+        if not isinstance(self.prefetch, int) or self.prefetch < 0:
+            raise ShardingError(f"`prefetch` is a number of layers, 0 or more, got {self.prefetch!r}.")
+        if self.in_flight is not None and (not isinstance(self.in_flight, int) or self.in_flight < 1):
+            raise ShardingError(f"`in_flight` is a number of buckets, 1 or more, or None, got {self.in_flight!r}.")
+        if not self.pack_mib >= 0:
+            raise ShardingError(f"`pack_mib` is a size in MiB, 0 or more, got {self.pack_mib!r}.")
+        if self.hold not in (None, "layer"):
+            raise ShardingError(f"`hold` is None or 'layer', got {self.hold!r}.")
+
+
+def schedule(program: LocalProgram, plan: Schedule) -> None:
+    """Rewrite the graph in place. Values do not change: only when things run, and how collectives are grouped."""
+    graph = program.graph
+    chains = Chains(program)
+    if plan.hold == "layer":
+        layer_major(graph, chains, chains.layers(), _sort)
+        merge_reductions(graph, chains)
+        chains = Chains(program)
+    if plan.regather:
+        regather(graph, chains)
+        chains = Chains(program)
+    buckets = _order(graph, chains, plan)
+    if plan.pack_mib:
+        for members in buckets:
+            coalesce(graph, members, int(plan.pack_mib * 2**20))
+    _channels(graph)
+    drop_dead(graph)
+    program.nodes = list(list(graph.nodes)[-1].args[0])  # waits were replaced
+    graph.lint()
+
+
+# ---- what moves ------------------------------------------------------------------------------------------------------
+class Chains:
+    """Which nodes only bring stored leaves to their use, and which bring gradients to rest.
+
+    Attributes:
+        moves: nodes that depend on stored leaves alone and compute nothing.
+        whole: those of them that hold a gathered leaf, from the collective on.
+        rests: nodes between a gradient and its place of rest.
+    """
+
+    def __init__(self, program: LocalProgram):
+        graph = program.graph
+        holders = [n for n in graph.nodes if n.op == "placeholder"]
+        given = zip(holders, program.inputs, strict=True)
+        self.stored = {n: leaf.name for n, leaf in given if leaf.kind == "stored"}
+        self.position = {n: i for i, n in enumerate(graph.nodes)}
+        self.moves: set[fx.Node] = set()
+        self.whole: set[fx.Node] = set()
+        self.rests: set[fx.Node] = set()
+        for node in graph.nodes:
+            if node.op != "call_function":
+                continue
+            if self._moves(node):
+                self.moves.add(node)
+                if node.target is GATHER or any(a in self.whole for a in node.all_input_nodes):
+                    self.whole.add(node)
+            elif node.meta.get("custom", {}).get("param") and phase_of(node) == "backward":
+                self.rests.add(node)
+
+    def _moves(self, node: fx.Node) -> bool:
+        known = all(a in self.stored or a in self.moves for a in node.all_input_nodes)
+        return node.target in _MOVES and bool(node.all_input_nodes) and known and phase_of(node) != "update"
+
+    def users(self, node: fx.Node) -> Iterable[fx.Node]:
+        """Who reads a moving node's value for a computation, through what moves it further."""
+        for user in node.users:
+            if user in self.moves:
+                yield from self.users(user)
+            else:
+                yield user
+
+    def layers(self) -> dict[fx.Node, str]:
+        """Of each stored leaf, and of what brings it to its use, the layer."""
+        found = {n: _layer(name) for n, name in self.stored.items()}
+        for node in sorted(self.moves, key=self.position.__getitem__):
+            found[node] = found[node.all_input_nodes[0]]
+        return found
+
+    def gathers(self) -> list[fx.Node]:
+        return [n for n in self.moves if n.target is GATHER]
+
+
+def layer_of(node: fx.Node) -> str:
+    """Which bucket a collective of a leaf belongs to: the key path up to its first index, or the whole path."""
+    return _layer(node.meta["custom"].get("param") or node.name)
+
+
+def _layer(name: str) -> str:
+    found = _LAYER.match(name)
+    return found[1] if found else name
+
+
+# ---- gather again ----------------------------------------------------------------------------------------------------
+def regather(graph: fx.Graph, chains: Chains) -> None:
+    """A second chain, from the gather on, for what the backward pass reads of a leaf.
+
+    A leaf whose whole form the backward pass needs first, right where the forward pass ends, is kept: freeing it would
+    not lower the peak.
+    """
+    forward = {
+        n: max((chains.position[u] for u in chains.users(n) if _runs_in(u, "forward")), default=-1)
+        for n in chains.gathers()
+    }
+    last = max(forward.values(), default=-1)
+    products = [i for n, i in chains.position.items() if n.target in _PRODUCTS]
+    for node, used in sorted(forward.items(), key=lambda item: chains.position[item[0]]):
+        late = [u for u in chains.users(node) if _runs_in(u, "backward")]
+        if used >= 0 and late and any(used < i <= last for i in products):
+            _copy_chain(graph, chains, node, late)
+
+
+def _runs_in(node: fx.Node, phase: str) -> bool:
+    return node.op == "call_function" and (phase_of(node) == "backward") == (phase == "backward")
+
+
+_PRODUCTS = {A.mm.default, A.bmm.default}
+
+
+def _copy_chain(graph: fx.Graph, chains: Chains, root: fx.Node, late: list[fx.Node]) -> None:
+    chain, stack = {root}, [root]
+    while stack:
+        for user in stack.pop().users:
+            if user in chains.whole and user not in chain:
+                chain.add(user)
+                stack.append(user)
+    first = min(late, key=chains.position.__getitem__)
+    made: dict[fx.Node, fx.Node] = {}
+    with graph.inserting_before(first):
+        for node in sorted(chain, key=chains.position.__getitem__):
+            made[node] = graph.node_copy(node, lambda a: made.get(a, a))
+            made[node].meta = {**node.meta, "custom": {**node.meta["custom"], "phase": "backward"}}
+    for user in set(late):
+        for node in [a for a in user.all_input_nodes if a in made]:
+            user.replace_input_with(node, made[node])
+    for node in reversed(list(made.values())):
+        if not node.users:
+            graph.erase_node(node)
+
+
+# ---- order -----------------------------------------------------------------------------------------------------------
+_PREP, _START, _LATE, _COMPUTE, _REST, _REDUCE = range(6)  # at one place, in this order
+
+
+def _order(graph: fx.Graph, chains: Chains, plan: Schedule) -> list[list[fx.Node]]:
+    """Move chains and reductions; returns the buckets: collectives of one layer, direction and group, side by side."""
+    keys: dict[fx.Node, tuple] = {n: (i, _COMPUTE, i) for n, i in chains.position.items()}
+    gathers = _gather_buckets(graph, chains, keys, plan.prefetch)
+    reductions = _reduce_buckets(graph, chains, keys, plan.in_flight)
+    _sort(graph, keys)
+    return gathers + reductions
+
+
+def _gather_buckets(graph, chains: Chains, keys, prefetch: int) -> list[list[fx.Node]]:
+    position = chains.position
+    use = {n: min((position[u] for u in chains.users(n)), default=len(position)) for n in chains.moves}
+    names, layers = chains.layers(), {}
+    for node in sorted(chains.gathers(), key=lambda n: (use[n], position[n])):
+        layers.setdefault((phase_of(node) == "backward", names[node]), []).append(node)
+    spans = _spans(graph, chains, names)
+    order = sorted(layers, key=lambda at: min(use[n] for n in layers[at]))
+    issue = {}
+    for i, at in enumerate(order):
+        own = min(use[n] for n in layers[at])
+        place = own if not prefetch else _place(i - prefetch, order, spans)
+        issue.update(dict.fromkeys(layers[at], min(place, own)))
+    for node in chains.moves:
+        if node.target is GATHER:
+            keys[node] = (issue[node], _START, position[node])
+        elif node in chains.whole:
+            keys[node] = (use[node], _LATE, position[node])
+        else:  # in front of a gather, or no gather at all
+            ahead = [issue[g] for g in _gathers_behind(node, chains)]
+            keys[node] = (min([use[node], *ahead]), _PREP if ahead else _LATE, position[node])
+    return _same_group(layers[at] for at in order)
+
+
+def _spans(graph: fx.Graph, chains: Chains, layers: dict[fx.Node, str]) -> dict[tuple, tuple[int, int]]:
+    """Of each direction and layer the first and the last place where one of its leaves is read, gathered or not."""
+    found: dict[tuple, tuple[int, int]] = {}
+    for node in graph.nodes:
+        if node in chains.moves or node.op != "call_function" or phase_of(node) == "update":
+            continue
+        for a in node.all_input_nodes:
+            if a in layers:
+                at, i = (phase_of(node) == "backward", layers[a]), chains.position[node]
+                first, last = found.get(at, (i, i))
+                found[at] = min(first, i), max(last, i)
+    return found
+
+
+def _place(i: int, order: list[tuple], spans) -> int:
+    """Where layer ``i`` begins: behind the last use of the one before, at the latest where its own leaves are read."""
+    if i < 0:
+        return -1
+    first = spans[order[i]][0]
+    return min(first, spans[order[i - 1]][1] + 1) if i else first
+
+
+def _gathers_behind(node: fx.Node, chains: Chains):
+    for user in node.users:
+        if user.target is GATHER and user in chains.moves:
+            yield user
+        elif user in chains.moves:
+            yield from _gathers_behind(user, chains)
+
+
+def _reduce_buckets(graph, chains: Chains, keys, in_flight: int | None) -> list[list[fx.Node]]:
+    position = chains.position
+    stages, waits = _stages(graph, chains)
+    buckets: dict[tuple, list[fx.Node]] = {}
+    for node in sorted((n for n in stages if n.target in REDUCE), key=position.__getitem__):
+        buckets.setdefault((stages[node], layer_of(node), node.target, _group(node)), []).append(node)
+    ready = {n: max((position[a] for a in _sources(n, chains)), default=0) for n in stages}
+    firsts = sorted({max(ready[n] for n in nodes) for key, nodes in buckets.items() if key[0] == 0})
+    for (stage, *_), nodes in buckets.items():
+        at = max(ready[n] for n in nodes)
+        if stage:  # a second reduction starts where the next bucket does, when the first has long run
+            at = next((f for f in firsts if f > at), len(position) - 1)
+        for node in nodes:
+            keys[node] = (at, _REDUCE, stage, position[node])
+            for before in _before(node, chains):
+                keys[before] = (at, _REST, stage, position[before])
+    for node in sorted(stages, key=position.__getitem__, reverse=True):
+        if keys[node][1] == _COMPUTE:  # behind its collective: as late as it is used
+            used = min((keys[u] for u in node.users), default=(len(position),))
+            keys[node] = (used[0], _LATE, position[node])
+    if in_flight is not None:
+        _bound(keys, buckets, firsts, waits, in_flight, ready)
+    return _same_group(buckets.values())
+
+
+def _stages(graph, chains: Chains) -> tuple[dict[fx.Node, int], dict[fx.Node, fx.Node]]:
+    """Of each node on the way to rest how many collectives are behind it; and of each collective its wait."""
+    stages: dict[fx.Node, int] = {}
+    waits: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        if node in chains.rests:
+            before = [stages[a] + (a.target is WAIT) for a in node.all_input_nodes if a in stages]
+            stages[node] = max(before, default=0)
+            if node.target is WAIT:
+                waits[node.args[0]] = node
+    return stages, waits
+
+
+def _sources(node: fx.Node, chains: Chains):
+    """What is computed of which a chain to rest is made."""
+    for a in node.all_input_nodes:
+        if a in chains.rests:
+            yield from _sources(a, chains)
+        else:
+            yield a
+
+
+def _before(node: fx.Node, chains: Chains):
+    """The casts and reshapes right in front of a reduction, up to the wait of an earlier one."""
+    for a in node.all_input_nodes:
+        if a in chains.rests and a.target not in REDUCE:
+            yield a
+            if a.target is not WAIT:
+                yield from _before(a, chains)
+
+
+def _bound(keys, buckets, firsts, waits, in_flight, ready) -> None:
+    """Wait for a bucket where the one ``in_flight`` further starts: its unreduced gradients can go."""
+    for (stage, *_), nodes in buckets.items():
+        if stage:
+            continue
+        later = [f for f in firsts if f > max(ready[n] for n in nodes)]
+        if len(later) >= in_flight:
+            for node in nodes:
+                wait = waits[node]
+                keys[wait] = min(keys[wait], (later[in_flight - 1], _LATE, keys[wait][-1]))
+
+
+def _group(node: fx.Node) -> tuple:
+    return node.args[1:]
+
+
+def _same_group(layers: Iterable[list[fx.Node]]) -> list[list[fx.Node]]:
+    """Per layer one list for each op, group and dtype: what one call can carry."""
+    found: list[list[fx.Node]] = []
+    for nodes in layers:
+        kinds: dict[tuple, list[fx.Node]] = {}
+        for node in nodes:
+            kinds.setdefault((node.target, _group(node), node.meta["val"].dtype), []).append(node)
+        found += [members for members in kinds.values() if len(members) > 1]
+    return found
+
+
+def _sort(graph: fx.Graph, keys) -> None:
+    """A topological order that follows the keys where the dependencies allow."""
+    nodes = list(graph.nodes)
+    left = {n: len(n.all_input_nodes) for n in nodes}
+    number = {n: i for i, n in enumerate(nodes)}
+    holders = [n for n in nodes if n.op == "placeholder"]
+    heap: list[tuple] = []
+    for node in nodes:
+        if not left[node] and node.op not in ("placeholder", "output"):
+            heapq.heappush(heap, (*_padded(keys[node]), number[node]))
+    ordered, output = list(holders), nodes[-1]
+    done = iter(holders)
+    while len(ordered) < len(nodes) - 1:
+        for node in done:
+            for user in node.users:
+                left[user] -= 1
+                if not left[user] and user.op != "output":
+                    heapq.heappush(heap, (*_padded(keys[user]), number[user]))
+        node = nodes[heapq.heappop(heap)[-1]]
+        ordered.append(node)
+        done = iter((node,))
+    for before, after in zip(ordered, [*ordered[1:], output], strict=True):
+        if before.next is not after:
+            before.append(after)
+
+
+def _padded(key: tuple) -> tuple:
+    return (key + (0, 0, 0))[:4]
+
+
+def _channels(graph: fx.Graph) -> None:
+    """Gathers, reductions of gradients and the rest travel in groups of their own, which may run at once."""
+    for node in graph.nodes:
+        note = node.meta.get("custom", {})
+        if "collective" in note and note.get("param"):
+            channel = "#gather" if note["collective"] == "all_gather" else "#reduce"
+            node.args = tuple(a + channel if isinstance(a, str) and a.startswith("fs") else a for a in node.args)
