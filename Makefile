@@ -25,7 +25,7 @@ $(CORE): pyproject.toml constraints.txt
 	touch $@
 
 $(FULL): $(CORE)
-	$(PIP) -c constraints.txt -e '.[dev,hf]'
+	$(PIP) -c constraints.txt -e '.[dev,hf,jax]'
 	touch $@
 
 train: $(READY_CORE)

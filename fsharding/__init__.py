@@ -1,6 +1,6 @@
 """Functional sharding for PyTorch: write what one device would compute, let the mesh decide where it happens."""
 
-from fsharding import moe, optim, policies, random
+from fsharding import interop, moe, nn, optim, policies, random
 from fsharding.annotate import layouts
 from fsharding.annotate.mesh import Mesh, make_mesh
 from fsharding.annotate.param import Param, ShapeDtype, init
@@ -55,11 +55,13 @@ __all__ = [
     "from_local",
     "grad",
     "init",
+    "interop",
     "layouts",
     "make_mesh",
     "microbatches",
     "moe",
     "name",
+    "nn",
     "optim",
     "pmax",
     "pmean",

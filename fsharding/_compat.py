@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import sys
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -247,6 +249,18 @@ def without_torch_function():
     return torch._C.DisableTorchFunctionSubclass()
 
 
+_opaque: dict[Callable, Callable] = {}  # a dict: `functools.cache` makes the compiler warn
+
+
+def opaque(function: Callable) -> Callable:
+    """The function as one that ``torch.compile`` around it leaves alone: it would trace our tracer, frame by frame."""
+    if "torch._dynamo" not in sys.modules:  # nothing compiles
+        return function
+    if function not in _opaque:
+        _opaque[function] = torch.compiler.disable(function)
+    return _opaque[function]
+
+
 def no_torch_function():
     """No ``__torch_function__`` runs, neither of modes nor of subclasses."""
     return torch._C.DisableTorchFunction()
@@ -257,3 +271,18 @@ def retire(tensor: torch.Tensor) -> None:
     tensor._local_tensor = torch.empty_like(tensor._local_tensor, device="meta")
     if hasattr(tensor, "_blocks"):  # of simulated ranks
         tensor._blocks = ()
+
+
+# ---- Inductor --------------------------------------------------------------------------------------------------------
+def inductor_compile(module: torch.fx.GraphModule, inputs: list) -> Callable:
+    """``module`` compiled for inputs like these; returns a function of them that gives a tuple."""
+    from torch._inductor.compile_fx import compile_fx
+
+    with torch.no_grad():
+        return compile_fx(module, inputs)
+
+
+def progress(text: str) -> None:
+    """One line on standard error, from the first rank only."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(text, file=sys.stderr, flush=True)

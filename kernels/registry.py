@@ -71,6 +71,8 @@ def programs(device: torch.device) -> int:
 
 def dense_rows(x: torch.Tensor) -> torch.Tensor:
     """`x` itself, or a copy where its inner stride is not 1 or an outer stride is 0 (an expanded gradient)."""
+    if x.is_contiguous():  # the usual case, at once: each launch asks
+        return x
     inner = x.stride(-1) == 1 or x.shape[-1] == 1
     expanded = any(s == 0 and n > 1 for s, n in zip(x.stride(), x.shape, strict=True))
     return x if inner and not expanded else x.contiguous()
@@ -79,9 +81,11 @@ def dense_rows(x: torch.Tensor) -> torch.Tensor:
 def tma_ready(*tensors: torch.Tensor) -> bool:
     """Whether the copy engine can address all `tensors`: 16-byte aligned base and outer strides, inner stride 1."""
     for x in tensors:
+        *outer, inner = x.stride()
+        if inner != 1 or x.data_ptr() % 16 or x.numel() == 0:
+            return False
         size = x.element_size()
-        if x.numel() == 0 or x.stride(-1) != 1 or x.data_ptr() % 16:
-            return False
-        if any(s * size % 16 or s <= 0 for s in x.stride()[:-1]):
-            return False
+        for s in outer:
+            if s <= 0 or s * size % 16:
+                return False
     return True

@@ -4,6 +4,7 @@ The key is (op, N, K, E, bucket of rows per expert), never the exact number of r
 kernel. `tuned.py` is written by `tune.py`; every entry was the fastest of its candidates in that run.
 """
 
+import functools
 from typing import NamedTuple
 
 from .tuned import TUNED
@@ -22,7 +23,7 @@ class Config(NamedTuple):
     split: int = 1  # the epilogue goes in 2**split column pieces
     flatten: bool = True  # one pipelined loop over tiles and reduction
     per_sm: int = 1  # resident programs a multiprocessor
-    stream: int = 32  # of the weight gradient: steps of imbalance from which on tiles are split; 0 never
+    cuts: int = -1  # of the weight gradient: parts of an expert that has all rows; -1 as `choose_cuts` says, 1 none
 
 
 DEFAULT = {
@@ -46,7 +47,12 @@ def bucket(rows: int, experts: int) -> int:
 
 def choose(op: str, n: int, k: int, experts: int, rows: int) -> Config:
     """The configuration of `op` for N = n result columns, K = k (reduction; for the weight gradient dw is [K, N])."""
-    found = TUNED.get((op, n, k, experts, bucket(rows, experts)))
+    return _chosen(op, n, k, experts, bucket(rows, experts))
+
+
+@functools.cache
+def _chosen(op: str, n: int, k: int, experts: int, size: int) -> Config:
+    found = TUNED.get((op, n, k, experts, size))
     return DEFAULT[op] if found is None else DEFAULT[op]._replace(**found)
 
 

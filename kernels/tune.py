@@ -107,7 +107,7 @@ def candidates(op: str) -> dict:
     elif op == "gather":
         found = [{}, dict(impl="copy"), dict(stages=4), dict(group=16), dict(small, flatten=False)]
     elif op == "wgrad":
-        found = [{}, dict(stages=4), dict(group=4), dict(group=16), dict(small)]
+        found = [{}, dict(stages=4), dict(group=4), dict(group=16), dict(small), dict(cuts=1)]
     elif op == "wgrad_gather":
         found = [{}, dict(impl="triton"), dict(impl="triton", block_m=256, block_n=128)]
     elif op == "glu":

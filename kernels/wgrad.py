@@ -3,6 +3,8 @@
 Legend: R rows, E experts, x [R, K], g [R, N], dw [E, K, N]. Either side may come through a row gather.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -10,10 +12,12 @@ import triton.language as tl
 from . import tiles
 from .combine import gather_launch
 from .registry import define, dense_rows, programs, tma_ready
-from .table import Config, configure
+from .table import Config, bucket, configure
 from .tiles import GATHER, TMA, load_ragged, load_rows, swizzle
 
-JOIN_ROWS = 16  # rows of a tile that one program of `join_kernel` adds up
+JOIN = 4096  # numbers that one program of `join_kernel` adds up
+MOST_CUTS = 16
+WORKSPACE = 2**28  # bytes at most for the parts of a product
 
 
 @triton.jit
@@ -33,47 +37,40 @@ def load_side(
         return load_rows(x, at, valid, col, stride, cols, BLOCK, EVEN, True)
 
 
-@triton.jit(do_not_specialize=["E", "slack"])
+@triton.jit(do_not_specialize=["E"])
 def wgrad_kernel(
-    x, g, dw, parts, x_index, g_index, offsets, order, E, K, N, x_stride, g_stride, dw_expert, dw_row, slack,
+    x, g, dw, parts, x_index, g_index, offsets, order, units, E, K, N, x_stride, g_stride, dw_expert, dw_row,
     X_MODE: tl.constexpr, G_MODE: tl.constexpr, DW_TMA: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr,
-    E_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr, SPLIT: tl.constexpr, STREAM: tl.constexpr,
+    PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr, SPLIT: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
     """Tiles run from the expert with the most rows to the one with the fewest: the long ones start first.
 
-    Programs take whole tiles in turn, p, p + P, p + 2P, ...; where that leaves them too uneven they take equal runs of
-    steps instead, and the sums of a tile that runs across programs go to `parts`, which `join_kernel` adds up.
+    With CUT the rows come as `units`, an expert with very many rows as several, whose products go to `parts`.
     """
     m_tiles, n_tiles = tl.cdiv(K, BLOCK_M), tl.cdiv(N, BLOCK_N)
-    per_expert = m_tiles * n_tiles
-    program, count = tl.program_id(0), tl.num_programs(0)
-    each = tile_steps(offsets, order, E, E_PAD, BLOCK_K)
-    tile, left, steps, stride, done = program - count, 0, 0, count, 0
-    if STREAM and uneven(each, per_expert, count, slack, E_PAD):
-        total = tl.sum(each, 0) * per_expert
-        begin, end = border(program, count, total), border(program + 1, count, total)
-        tile, done, length = find(each, per_expert, begin, E_PAD)
-        left, steps, stride = tl.where(done > 0, length - done, 0), end - begin, 1
-        tile -= tl.where(done > 0, 0, 1)
+    per_unit = m_tiles * n_tiles
+    if CUT:
+        steps = unit_steps(units, per_unit, PAD, BLOCK_K)
     else:
-        steps = turn_steps(each, per_expert, program, count, E_PAD)
-    expert = tl.load(order + tl.maximum(tile // per_expert, 0))
-    row_block, col_block = swizzle(tl.maximum(tile, 0) % per_expert, m_tiles, n_tiles, GROUP)
-    start = tl.load(offsets + expert - 1, mask=expert > 0, other=0)
-    size = tl.load(offsets + expert) - start
-    row = (done - 1) * BLOCK_K
+        steps = reduction_steps(offsets, order, per_unit, E, PAD, BLOCK_K)
+    tile, left = tl.program_id(0) - tl.num_programs(0), 0
+    expert, slot, start, size, row_block, col_block, row = 0, -1, 0, 0, 0, 0, 0
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for _ in range(0, steps):
         # what the loads need is settled first, so that the loads can run several steps ahead of the products
         left -= 1
         row += BLOCK_K
         if left < 0:  # a new tile
-            tile += stride
-            expert = tl.load(order + tile // per_expert)
-            row_block, col_block = swizzle(tile % per_expert, m_tiles, n_tiles, GROUP)
-            start = tl.load(offsets + expert - 1, mask=expert > 0, other=0)
-            size = tl.load(offsets + expert) - start
+            tile += tl.num_programs(0)
+            row_block, col_block = swizzle(tile % per_unit, m_tiles, n_tiles, GROUP)
+            if CUT:
+                line = units + 4 + tile // per_unit * 4
+                expert, start, size, slot = tl.load(line), tl.load(line + 1), tl.load(line + 2), tl.load(line + 3)
+            else:
+                expert = tl.load(order + tile // per_unit)
+                start = tl.load(offsets + expert - 1, mask=expert > 0, other=0)
+                size = tl.load(offsets + expert) - start
             left = tl.maximum(tl.cdiv(size, BLOCK_K), 1) - 1
             row = 0
         m, n = row_block * BLOCK_M, col_block * BLOCK_N
@@ -81,113 +78,104 @@ def wgrad_kernel(
         b = load_side(g, g_index, start, size, row, n, g_stride, N, G_MODE, EVEN, BLOCK_K, BLOCK_N)
         acc = tl.dot(a.T, b, acc, input_precision="ieee")
         if left == 0:
-            if STREAM and done > 0:  # the end of a tile that another program began
-                store_part(parts, program * 2, acc, 0, BLOCK_N)
+            if CUT and slot >= 0:
+                store_part(parts + slot.to(tl.int64) * K * N, m, n, K, N, acc, BLOCK_N // 8)
             else:
                 store_weight(dw, expert, m, n, dw_expert, dw_row, K, N, acc, SPLIT, DTYPE, DW_TMA)
-            done = 0
             acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    if STREAM and left > 0:  # a tile that another program ends
-        store_part(parts, program * 2 + 1, acc, 0, BLOCK_N)
 
 
 @triton.jit
-def tile_steps(offsets, order, E, E_PAD: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Steps of one tile of each expert, in `order`; one, on zeros, for an expert without rows; none past the last."""
-    place = tl.arange(0, E_PAD)
+def reduction_steps(offsets, order, per_expert, E, PAD: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Steps of all tiles of this program: tiles p, p + P, p + 2P, ... of which each takes its expert's row blocks.
+
+    One flat loop over them lets the loads of the next tile start before the stores of this one. An expert without rows
+    takes one step, on zeros.
+    """
+    place = tl.arange(0, PAD)
     expert = tl.load(order + place, mask=place < E, other=0)
     start = tl.load(offsets + expert - 1, mask=(place < E) & (expert > 0), other=0)
     size = tl.load(offsets + expert, mask=place < E, other=0) - start
-    return tl.where(place < E, tl.maximum((size + BLOCK_K - 1) // BLOCK_K, 1), 0)
+    each = tl.maximum((size + BLOCK_K - 1) // BLOCK_K, 1)
+    return taken_steps(tl.where(place < E, each, 0), per_expert, PAD)
 
 
 @triton.jit
-def turn_steps(each, per_expert, program, count, E_PAD: tl.constexpr):
-    """Steps of the tiles program, program + count, ... of which each takes its expert's row blocks.
+def unit_steps(units, per_unit, PAD: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The same over units."""
+    place, count = tl.arange(0, PAD), tl.load(units)
+    size = tl.load(units + 4 + place * 4 + 2, mask=place < count, other=0)
+    each = tl.maximum((size + BLOCK_K - 1) // BLOCK_K, 1)
+    return taken_steps(tl.where(place < count, each, 0), per_unit, PAD)
 
-    One flat loop over them lets the loads of the next tile start before the stores of this one.
-    """
-    place = tl.arange(0, E_PAD)
-    # tiles of this program below t: those p + i·count < t
-    below = (tl.maximum(place * per_expert - program, 0) + count - 1) // count
-    upto = (tl.maximum((place + 1) * per_expert - program, 0) + count - 1) // count
+
+@triton.jit
+def taken_steps(each, tiles, PAD: tl.constexpr):
+    """Sum of `each` over the tiles of this program, `tiles` of them at each place."""
+    place = tl.arange(0, PAD)
+    p, step = tl.program_id(0), tl.num_programs(0)
+    # tiles of this program below t: those p + i·step < t
+    below = (tl.maximum(place * tiles - p, 0) + step - 1) // step
+    upto = (tl.maximum((place + 1) * tiles - p, 0) + step - 1) // step
     return tl.sum((upto - below) * each, 0)
 
 
-@triton.jit
-def uneven(each, per_expert, count, slack, E_PAD: tl.constexpr):
-    """Whether the busiest program, the first, would take `slack` steps more than an equal share."""
-    total = tl.sum(each, 0) * per_expert
-    return turn_steps(each, per_expert, 0, count, E_PAD) - total // count > slack
+@triton.jit(do_not_specialize=["E", "rows"])
+def units_kernel(offsets, order, units, joins, E, rows, PAD: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The experts in `order`, those with more than `rows` rows in equal parts of at most so many.
+
+    units[0] = (number of units, number of divided experts, 0, 0); then a unit a line: (expert, first row, rows, slot in
+    the workspace, or -1 for a whole expert). joins: a divided expert a line: (expert, first slot, parts, 0).
+    """
+    place = tl.arange(0, PAD)
+    valid = place < E
+    expert = tl.load(order + place, mask=valid, other=0)
+    start = tl.load(offsets + expert - 1, mask=valid & (expert > 0), other=0)
+    size = tl.load(offsets + expert, mask=valid, other=0) - start
+    parts = tl.maximum((size + rows - 1) // rows, 1)
+    length = tl.maximum(((size + parts - 1) // parts + BLOCK_K - 1) // BLOCK_K, 1) * BLOCK_K
+    parts = tl.where(valid, tl.maximum((size + length - 1) // length, 1), 0)
+    first = tl.cumsum(parts, 0) - parts
+    for part in range(0, tl.max(parts, 0)):
+        line, mask = units + 4 + (first + part) * 4, part < parts
+        tl.store(line, expert, mask=mask)
+        tl.store(line + 1, start + part * length, mask=mask)
+        tl.store(line + 2, tl.minimum(size - part * length, length), mask=mask)
+        tl.store(line + 3, tl.where(parts > 1, first + part, -1), mask=mask)  # the divided ones come first
+    divided = (parts > 1).to(tl.int32)
+    tl.store(joins + place * 4, expert, mask=divided > 0)
+    tl.store(joins + place * 4 + 1, first, mask=divided > 0)
+    tl.store(joins + place * 4 + 2, parts, mask=divided > 0)
+    tl.store(units, tl.sum(parts, 0))
+    tl.store(units + 1, tl.sum(divided, 0))
 
 
 @triton.jit
-def border(program, count, total):
-    """First of the equal run of steps that a program takes."""
-    return (program.to(tl.int64) * total // count).to(tl.int32)
-
-
-@triton.jit
-def find(each, per_expert, step, E_PAD: tl.constexpr):
-    """(tile, steps of it before `step`, its steps) of a step of the whole work."""
-    place = tl.arange(0, E_PAD)
-    ends = tl.cumsum(each, 0) * per_expert
-    at = tl.sum(((ends <= step) & (each > 0)).to(tl.int32), 0)
-    length = tl.maximum(tl.sum(tl.where(place == at, each, 0), 0), 1)
-    inside = step - tl.sum(tl.where(place == at, ends - each * per_expert, 0), 0)
-    return at * per_expert + inside // length, inside % length, length
-
-
-@triton.jit
-def store_part(parts, slot, acc, col: tl.constexpr, STRIDE: tl.constexpr):
-    """Write an fp32 tile to its place in the workspace, 32 columns at a time: they pass through shared memory."""
+def store_part(out, row, col, rows, cols, acc, WIDTH: tl.constexpr):
+    """Write an fp32 tile of a [rows, cols] product, WIDTH columns at a time: they pass through shared memory."""
     BLOCK_R: tl.constexpr = acc.shape[0]
     BLOCK_C: tl.constexpr = acc.shape[1]
-    if BLOCK_C > 32:
+    if BLOCK_C > WIDTH:
         HALF: tl.constexpr = BLOCK_C // 2
         left, right = acc.reshape(BLOCK_R, 2, HALF).permute(0, 2, 1).split()
-        store_part(parts, slot, left, col, STRIDE)
-        store_part(parts, slot, right, col + HALF, STRIDE)
+        store_part(out, row, col, rows, cols, left, WIDTH)
+        store_part(out, row, col + HALF, rows, cols, right, WIDTH)
     else:
-        r, c = tl.arange(0, BLOCK_R), col + tl.arange(0, BLOCK_C)
-        base = parts + slot.to(tl.int64) * (BLOCK_R * STRIDE)
-        tl.store(base + r[:, None] * STRIDE + c[None, :], acc)
+        r, c = row + tl.arange(0, BLOCK_R), col + tl.arange(0, BLOCK_C)
+        place = out + r.to(tl.int64)[:, None] * cols + c[None, :]
+        tl.store(place, acc, mask=(r[:, None] < rows) & (c[None, :] < cols))
 
 
-@triton.jit(do_not_specialize=["E", "slack", "count"])
-def join_kernel(
-    parts, dw, offsets, order, E, K, N, dw_expert, dw_row, slack, count, DTYPE: tl.constexpr,
-    E_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-):  # fmt: skip
-    """ROWS rows of the tile that the border between two programs cuts, summed in the order of the programs.
-
-    A tile that several borders cut is the first one's. The search is that of `wgrad_kernel`.
-    """
-    m_tiles, n_tiles = tl.cdiv(K, BLOCK_M), tl.cdiv(N, BLOCK_N)
-    per_expert = m_tiles * n_tiles
-    each = tile_steps(offsets, order, E, E_PAD, BLOCK_K)
-    total = tl.sum(each, 0) * per_expert
-    owner = tl.program_id(0)  # the program before the border
-    step = border(owner + 1, count, total)
-    tile, done, length = find(each, per_expert, step, E_PAD)
-    begun = border(owner, count, total) <= step - done
-    if uneven(each, per_expert, count, slack, E_PAD) and begun and done > 0:
-        r, c = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_N)
-        at = r[:, None] * BLOCK_N + c[None, :]
-        acc = tl.load(parts + (owner * 2 + 1).to(tl.int64) * (BLOCK_M * BLOCK_N) + at)
-        last = step - done + length
-        reached = step
-        while reached < last:
-            owner += 1
-            reached = border(owner + 1, count, total)
-            slot = owner * 2 + tl.where(reached < last, 1, 0)
-            acc += tl.load(parts + slot.to(tl.int64) * (BLOCK_M * BLOCK_N) + at)
-        row_block, col_block = swizzle(tile % per_expert, m_tiles, n_tiles, GROUP)
-        expert = tl.load(order + tile // per_expert).to(tl.int64)
-        r, c = row_block * BLOCK_M + r, col_block * BLOCK_N + c
-        place = dw + expert * dw_expert + r.to(tl.int64)[:, None] * dw_row + c[None, :]
-        tl.store(place, acc.to(DTYPE), mask=(r[:, None] < K) & (c[None, :] < N))
+@triton.jit
+def join_kernel(parts, dw, units, joins, size, dw_expert, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
+    """BLOCK numbers of every divided expert's dw: the sum of its parts, in their order."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    for i in range(0, tl.load(units + 1)):
+        expert, first, count = tl.load(joins + i * 4), tl.load(joins + i * 4 + 1), tl.load(joins + i * 4 + 2)
+        total = tl.zeros((BLOCK,), tl.float32)
+        for part in range(0, count):
+            total += tl.load(parts + (first + part).to(tl.int64) * size + at, mask=at < size, other=0.0)
+        tl.store(dw + expert.to(tl.int64) * dw_expert + at, total.to(DTYPE), mask=at < size)
 
 
 @triton.jit
@@ -215,6 +203,43 @@ def store_weight(
         tl.store(pointers, acc.to(DTYPE), mask=(r[:, None] < rows) & (c[None, :] < cols))
 
 
+def pad(experts: int, cuts: int) -> int:
+    """Power of two that holds all units."""
+    return max(128, triton.next_power_of_2(experts + 2 * max(cuts, 0)))
+
+
+def cut_launch(offsets, order, rows, cuts, block_k, size):
+    """(units, joins, workspace) for experts of more than rows / cuts rows in parts: at most 2·cuts parts in all."""
+    experts = offsets.shape[0]
+    units = offsets.new_empty((1 + experts + 2 * cuts, 4))
+    joins, parts = offsets.new_empty((experts, 4)), offsets.new_empty((2 * cuts, size), dtype=torch.float32)
+    limit = triton.cdiv(rows, cuts)
+    units_kernel[(1,)](offsets, order, units, joins, experts, limit, PAD=pad(experts, 0), BLOCK_K=block_k, num_warps=4)
+    return units, joins, parts
+
+
+def choose_cuts(tiles_each: int, many: int, rows: int, experts: int, size: int) -> int:
+    """Into how many parts one expert with all rows is cut; 1 where cutting does not pay.
+
+    Measured on an H200: where the tiles of one expert fill at least half of the `many` programs, cutting loses one or
+    two percent under balanced and Zipf routing; below, it gains up to 12 % under Zipf and twofold under one-hot
+    routing. Estimated time, a perfect division of labour being 1: idle programs in the last round of one expert's
+    tiles, half a tile of unevenness for skewed routing, and the parts' way through memory (8 bytes an element at about
+    4 TB/s, where a product of r rows takes 2·r flops an element at about 700 TFLOP/s). Depends on the bucket of rows
+    only.
+    """
+    typical = bucket(rows, experts) * experts
+    limit = min(MOST_CUTS, WORKSPACE // (8 * size))
+    if typical < 8192 or 2 * tiles_each > many:
+        return 1
+
+    def time(cuts):
+        rounds = cuts * tiles_each / many
+        return math.ceil(rounds) / rounds + 0.5 / rounds + (cuts * 700 / typical if cuts > 1 else 0)
+
+    return min(range(1, max(limit, 1) + 1), key=time)
+
+
 def wgrad_launch(
     x, g, offsets, order, x_index=None, g_index=None, *, config: Config | None = None, tma: int = 2
 ):  # fmt: skip
@@ -235,25 +260,23 @@ def wgrad_launch(
         return torch._grouped_mm(x.mT, g, offs=offsets)
     x_mode, g_mode, dw_tma = tiles.mode(x, x_index, tma > 1), tiles.mode(g, g_index, tma > 1), tma > 0 and tma_ready(dw)
     block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
-    bound = experts * triton.cdiv(k, block_m) * triton.cdiv(n, block_n)
-    grid = min(bound, config.per_sm * programs(x.device)) if config.per_sm else bound
-    parts = x.new_empty((grid, 2, block_m, block_n), dtype=torch.float32) if config.stream else None
-    same = dict(
-        DTYPE=tiles.dtype(x), E_PAD=max(128, triton.next_power_of_2(experts)), BLOCK_M=block_m, BLOCK_N=block_n,
-        BLOCK_K=block_k, GROUP=config.group,
-    )  # fmt: skip
-    wgrad_kernel[(grid,)](
+    tiles_each = triton.cdiv(k, block_m) * triton.cdiv(n, block_n)
+    many = config.per_sm * programs(x.device)
+    cuts = config.cuts if config.cuts >= 0 else choose_cuts(tiles_each, many, rows, experts, k * n)
+    units, joins, parts = cut_launch(offsets, order, rows, cuts, block_k, k * n) if cuts > 1 else (None,) * 3
+    split = max(config.split, 2) if cuts > 1 else config.split  # the parts' stores need shared memory, too
+    wgrad_kernel[(min((experts + max(cuts, 0)) * tiles_each, many),)](
         tiles.ragged(x, block_k, block_m) if x_mode == 1 else x,
         tiles.ragged(g, block_k, block_n) if g_mode == 1 else g,
-        tiles.weight(dw, block_m, block_n >> config.split) if dw_tma else dw, parts,
-        x_index, g_index, offsets, order, experts, k, n, x.stride(0), g.stride(0), dw.stride(0), dw.stride(1),
-        config.stream, X_MODE=x_mode, G_MODE=g_mode, DW_TMA=dw_tma, EVEN=k % block_m == 0 and n % block_n == 0,
-        SPLIT=config.split, STREAM=config.stream > 0, num_warps=config.warps, num_stages=config.stages, **same,
+        tiles.weight(dw, block_m, block_n >> split) if dw_tma else dw, parts,
+        x_index, g_index, offsets, order, units, experts, k, n, x.stride(0), g.stride(0), dw.stride(0), dw.stride(1),
+        X_MODE=x_mode, G_MODE=g_mode, DW_TMA=dw_tma, EVEN=k % block_m == 0 and n % block_n == 0,
+        DTYPE=tiles.dtype(x), PAD=pad(experts, cuts), BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
+        GROUP=config.group, SPLIT=split, CUT=cuts > 1, num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
-    if config.stream and grid > 1:
-        join_kernel[(grid - 1, block_m // JOIN_ROWS)](
-            parts, dw, offsets, order, experts, k, n, dw.stride(0), dw.stride(1), config.stream, grid,
-            ROWS=JOIN_ROWS, num_warps=4, **same,
+    if cuts > 1:
+        join_kernel[(triton.cdiv(k * n, JOIN),)](
+            parts, dw, units, joins, k * n, dw.stride(0), DTYPE=tiles.dtype(x), BLOCK=JOIN, num_warps=4
         )  # fmt: skip
     return dw
 

@@ -37,7 +37,7 @@ PRODUCTS = {
     "ger_parameters": lambda w, x, y: torch.outer(w[0], w[1]) + (x @ w)[:, :, None],
     "gram": lambda w, x, y: x.T @ (x @ w),
     "gram_of_rows": lambda w, x, y: x @ x.T,
-    "linear": lambda w, x, y: F.linear(x, w.T, torch.arange(8.0)),
+    "linear": lambda w, x, y: F.linear(x, w.T, torch.arange(8.0).to(x)),
     "linear_bias": lambda w, x, y: F.linear(x, w.T, w.sum(0)),
     "linear_3d": lambda w, x, y: F.linear((x @ w).view(24, 4, 2).transpose(1, 2), w[:, :4]),
     "bilinear": lambda w, x, y: F.bilinear(x, x.sin(), torch.stack([w[:, :6], w[:, 2:]]), w[0, :2]),
@@ -81,7 +81,7 @@ def halves(z):
 
 
 def definite(a):
-    return a @ a.mT + 2 * EYE
+    return a @ a.mT + 2 * EYE.to(a)
 
 
 ALGEBRA = {
@@ -91,7 +91,9 @@ ALGEBRA = {
     "solve": lambda a, w, y: torch.linalg.solve(definite(a), w),
     "solve_rows": lambda a, w, y: torch.linalg.solve(definite(w), a),
     "solve_vector": lambda a, w, y: torch.linalg.solve(definite(a), a[:, :, 0] @ w),
-    "solve_triangular": lambda a, w, y: torch.linalg.solve_triangular(definite(a).tril(), w.expand(24, 4, 4), upper=False),
+    "solve_triangular": lambda a, w, y: torch.linalg.solve_triangular(
+        definite(a).tril(), w.expand(24, 4, 4), upper=False
+    ),
     "triangular_solve": lambda a, w, y: torch.triangular_solve(a @ w, definite(a).triu())[0],
     "lstsq": lambda a, w, y: torch.linalg.lstsq(definite(a), a @ w).solution,
     "cholesky": lambda a, w, y: torch.linalg.cholesky(definite(a @ w)),
@@ -217,7 +219,9 @@ POINTWISE = {
     "polar": unary(lambda z: torch.polar(z.float().square(), z.float()).real),
     "fft": unary(lambda z: torch.fft.rfft(z.float()).abs()),
     "fft_rows": unary(lambda z: torch.fft.fft(z.float(), dim=0).real),
-    "fft_convolution": unary(lambda z: torch.fft.irfft(torch.fft.rfft(z.float()) * torch.fft.rfft(TABLE["scale"]), n=8)),
+    "fft_convolution": unary(
+        lambda z: torch.fft.irfft(torch.fft.rfft(z.float()) * torch.fft.rfft(TABLE["scale"]), n=8)
+    ),
     "rope": unary(lambda z: z * RAMP.cos() + torch.cat([-z[:, 4:], z[:, :4]], 1) * RAMP.sin()),
     "fake_quantize": unary(lambda z: torch.fake_quantize_per_tensor_affine(z.float(), 0.1, 0, -8, 7)),
     "straight_through": unary(lambda z: z + (z.round() - z).detach()),
@@ -225,7 +229,7 @@ POINTWISE = {
     "penalty": lambda w, x, y: (x @ w).sum(0) + 0.1 * w.square().sum(),
     "weight_norm": lambda w, x, y: x @ (w / w.norm(dim=0, keepdim=True)),
     "weight_standardised": lambda w, x, y: x @ ((w - w.mean(0)) / w.std(0)),
-    "spectral_norm": lambda w, x, y: x @ (w / (w @ w.T @ torch.ones(6)).norm()),
+    "spectral_norm": lambda w, x, y: x @ (w / (w @ w.T @ torch.ones_like(w[:, 0])).norm()),
     "tied": lambda w, x, y: torch.tanh(x @ w) @ w.T,
     "embedding": lambda w, x, y: F.embedding(y % 6, w) * 2,
     "embedding_padding": lambda w, x, y: F.embedding(y % 6, w, padding_idx=2) * 2,
@@ -262,7 +266,7 @@ def per_row(w):
 
 def scaled(w, x, y):
     for part in TABLE["parts"]:
-        x = torch.tanh(x @ w * part) @ w.T
+        x = torch.tanh(x @ w * part.to(x)) @ w.T
     return x * TABLE["scale"][:6]
 
 
@@ -273,23 +277,31 @@ TRANSFORMS = {
     "grad_and_value": lambda w, x, y: torch.func.grad_and_value(loss)(w, x)[0],
     "grad_of_grad": lambda w, x, y: torch.func.grad(lambda v: torch.func.grad(loss)(v, x).square().sum())(w),
     "fs_grad_of_grad": lambda w, x, y: fs.grad(lambda v: fs.grad(loss)(v, x).square().sum())(w),
-    "gradient_penalty": lambda w, x, y: fs.grad(lambda u: (fs.grad(lambda u: loss(w, u))(u).norm(dim=1) - 1).square().sum())(x),
+    "gradient_penalty": lambda w, x, y: fs.grad(
+        lambda u: (fs.grad(lambda u: loss(w, u))(u).norm(dim=1) - 1).square().sum()
+    )(x),
     "inner_step": lambda w, x, y: x @ (w - 0.1 * torch.func.grad(loss)(w, x)),
-    "vjp": lambda w, x, y: torch.func.vjp(lambda v: x @ v, w)[1](torch.ones(24, 8))[0],
-    "jvp": lambda w, x, y: torch.func.jvp(lambda v: (x @ v).tanh(), (w,), (torch.ones(6, 8),))[1],
+    "vjp": lambda w, x, y: torch.func.vjp(lambda v: x @ v, w)[1](torch.ones_like(x @ w))[0],
+    "jvp": lambda w, x, y: torch.func.jvp(lambda v: (x @ v).tanh(), (w,), (torch.ones_like(w),))[1],
     "jvp_of_rows": lambda w, x, y: torch.func.jvp(lambda u: (u @ w).tanh(), (x,), (x.cos(),))[1],
-    "hessian_vector": lambda w, x, y: torch.func.jvp(torch.func.grad(lambda v: loss(v, x)), (w,), (torch.ones(6, 8),))[1],
+    "hessian_vector": lambda w, x, y: torch.func.jvp(
+        torch.func.grad(lambda v: loss(v, x)), (w,), (torch.ones_like(w),)
+    )[1],
     "vmap_columns": lambda w, x, y: torch.func.vmap(lambda c: torch.tanh(x @ c), in_dims=1, out_dims=1)(w),
     "vmap_rows": lambda w, x, y: torch.func.vmap(per_row(w))(x),
     "vmap_of_grad": lambda w, x, y: torch.func.vmap(torch.func.grad(lambda r: per_row(w)(r).sum()))(x),
     "grad_of_vmap": lambda w, x, y: torch.func.grad(lambda v: torch.func.vmap(per_row(v))(x).sum())(w),
-    "per_sample_norms": lambda w, x, y: torch.func.vmap(torch.func.grad(lambda v, r: loss(v, r)), (None, 0))(w, x).norm(dim=(1, 2)),
+    "per_sample_norms": lambda w, x, y: torch.func.vmap(torch.func.grad(lambda v, r: loss(v, r)), (None, 0))(w, x).norm(
+        dim=(1, 2)
+    ),
     "jacrev": lambda w, x, y: torch.func.vmap(torch.func.jacrev(per_row(w)))(x),
     "jacfwd": lambda w, x, y: torch.func.vmap(torch.func.jacfwd(per_row(w)))(x),
     "jacrev_of_sum": lambda w, x, y: torch.func.jacrev(lambda v: torch.tanh(x @ v).sum(0))(w[:, :2]),
     "hessian": lambda w, x, y: torch.func.vmap(torch.func.hessian(lambda r: per_row(w)(r).sum()))(x),
     "hessian_of_bias": lambda w, x, y: torch.func.hessian(lambda b: torch.tanh(x @ w + b).mean())(w[0]),
-    "laplacian": lambda w, x, y: torch.func.vmap(lambda r: torch.func.hessian(lambda u: per_row(w)(u).sum())(r).trace())(x),
+    "laplacian": lambda w, x, y: torch.func.vmap(
+        lambda r: torch.func.hessian(lambda u: per_row(w)(u).sum())(r).trace()
+    )(x),
     "functional_call": lambda w, x, y: torch.func.functional_call(LINEAR, {"weight": w.T, "bias": w[0]}, (x,)),
     "autograd_function": lambda w, x, y: Square.apply(x @ w),
     "detach": lambda w, x, y: (x @ w).detach() * (x @ w),
@@ -300,7 +312,7 @@ TRANSFORMS = {
     "linspace": lambda w, x, y: x @ w + torch.linspace(0, 1, 8),
     "arange_positions": lambda w, x, y: (x @ w) * torch.arange(24)[:, None],
     "logspace": lambda w, x, y: (x @ w) * torch.logspace(-1, 1, 8),
-    "eye": lambda w, x, y: x @ torch.eye(6) @ w,
+    "eye": lambda w, x, y: x @ torch.eye(6).to(x) @ w,
     "full_like": lambda w, x, y: torch.full_like(x, 0.5) @ w,
     "hann_window": lambda w, x, y: (x @ w) * torch.hann_window(8),
     "scalar_tensor": lambda w, x, y: (x @ w) * torch.tensor(2.0) + torch.scalar_tensor(0.5),

@@ -7,6 +7,7 @@
 import torch
 import torch.nn.functional as F
 
+MEAN = torch.linspace(0, 0.5, 4)  # frozen statistics
 THETA = torch.tensor([[0.8, 0.1, 0.1], [-0.1, 0.9, 0.0]])
 
 
@@ -33,16 +34,22 @@ IMAGES = {
     "conv2d_depthwise": lambda x, w, y: F.conv2d(x, w[:, :1], groups=4, padding=1),
     "conv2d_chain": lambda x, w, y: F.conv2d(F.relu(F.conv2d(x, w, padding=1)), w),
     "conv2d_residual": lambda x, w, y: x + F.conv2d(F.silu(x), w, padding=1),
-    "conv2d_of_rows_as_channels": lambda x, w, y: F.conv2d(x.flatten(0, 1)[None], w[:, :1].repeat(24, 1, 1, 1), groups=96),
+    "conv2d_of_rows_as_channels": lambda x, w, y: F.conv2d(
+        x.flatten(0, 1)[None], w[:, :1].repeat(24, 1, 1, 1), groups=96
+    ),
     "conv3d": lambda x, w, y: F.conv3d(x[:, :, None].expand(-1, -1, 2, -1, -1), w[:, :, None]),
     "conv_transpose1d": signal(F.conv_transpose1d),
     "conv_transpose2d": lambda x, w, y: F.conv_transpose2d(x[..., :3, :3], w, stride=2, padding=1, output_padding=1),
     "conv_transpose2d_grouped": lambda x, w, y: F.conv_transpose2d(x[..., :3, :3], w[:, :2], groups=2),
     "conv_transpose3d": lambda x, w, y: F.conv_transpose3d(x[:, :, None, :3, :3], w[:, :, None]),
-    "conv_tbc": lambda x, w, y: torch.conv_tbc(x[:, 0].transpose(0, 1).contiguous(), w[:3].flatten(1)[:, :12].view(3, 6, 2), w[0, 0, 0, :2]),
+    "conv_tbc": lambda x, w, y: torch.conv_tbc(
+        x[:, 0].transpose(0, 1).contiguous(), w[:3].flatten(1)[:, :12].view(3, 6, 2), w[0, 0, 0, :2]
+    ),
     "fold": lambda x, w, y: F.fold(x.flatten(2)[:, :, :9], (4, 4), 2),
     "unfold_patches": lambda x, w, y: F.unfold(x, 3, stride=2).mT @ w.reshape(4, 36).T,
-    "patchify": lambda x, w, y: x.view(24, 4, 2, 3, 2, 3).permute(0, 2, 4, 1, 3, 5).reshape(24, 4, 36) @ w.reshape(4, 36).T,
+    "patchify": lambda x, w, y: (
+        x.view(24, 4, 2, 3, 2, 3).permute(0, 2, 4, 1, 3, 5).reshape(24, 4, 36) @ w.reshape(4, 36).T
+    ),
     "max_pool1d": image(lambda x: F.max_pool1d(x.flatten(2), 3, 2)),
     "max_pool2d": image(lambda x: F.max_pool2d(x, 2)),
     "max_pool2d_overlapping": image(lambda x: F.max_pool2d(x, 3, 2, 1, ceil_mode=True)),
@@ -71,7 +78,9 @@ IMAGES = {
     "interpolate_area": image(lambda x: F.interpolate(x, (4, 3), mode="area")),
     "pixel_shuffle": image(lambda x: F.pixel_shuffle(x, 2)),
     "pixel_unshuffle": image(lambda x: F.pixel_unshuffle(x, 2)),
-    "grid_sample": image(lambda x: F.grid_sample(x, F.affine_grid(THETA.expand(24, 2, 3), (24, 4, 5, 5), False), align_corners=False)),
+    "grid_sample": image(
+        lambda x: F.grid_sample(x, F.affine_grid(THETA.expand(24, 2, 3), (24, 4, 5, 5), False), align_corners=False)
+    ),
     "grid_sample_of_rows": image(lambda x: F.grid_sample(x, torch.tanh(x[:, :2]).movedim(1, -1), align_corners=True)),
     "affine_grid_of_rows": image(lambda x: F.affine_grid(x.flatten(1)[:, :6].view(24, 2, 3), (24, 1, 3, 3), False)),
     "pad_reflect_2d": image(lambda x: F.pad(x, (1, 2, 1, 0), mode="reflect")),
@@ -79,14 +88,16 @@ IMAGES = {
     "pad_circular_2d": image(lambda x: F.pad(x, (1, 2, 1, 0), mode="circular")),
     "batch_norm": image(lambda x: F.batch_norm(x, None, None, training=True)),
     "batch_norm_affine": lambda x, w, y: F.batch_norm(x, None, None, w[0, :, 0, 0], w[1, :, 0, 0], training=True),
-    "batch_norm_eval": lambda x, w, y: F.batch_norm(x, torch.zeros(4), torch.ones(4), w[0, :, 0, 0], w[1, :, 0, 0]),
+    "batch_norm_eval": lambda x, w, y: F.batch_norm(x, MEAN.to(x), MEAN.to(x) + 1, w[0, :, 0, 0], w[1, :, 0, 0]),
     "instance_norm": image(lambda x: F.instance_norm(x)),
     "group_norm": lambda x, w, y: F.group_norm(x, 2, w[0, :, 0, 0], w[1, :, 0, 0]),
     "layer_norm_images": lambda x, w, y: F.layer_norm(x, (4, 6, 6)) * w[0, 0, 0, 0],
     "local_response_norm": image(lambda x: F.local_response_norm(x, 3)),
     "channel_shuffle_images": image(lambda x: F.channel_shuffle(x, 2)),
     "squeeze_excite": image(lambda x: x * x.mean((2, 3), keepdim=True).sigmoid()),
-    "total_variation": image(lambda x: (x[..., 1:] - x[..., :-1]).abs().mean() + (x[..., 1:, :] - x[..., :-1, :]).abs().mean()),
+    "total_variation": image(
+        lambda x: (x[..., 1:] - x[..., :-1]).abs().mean() + (x[..., 1:, :] - x[..., :-1, :]).abs().mean()
+    ),
     "upsample_then_conv": lambda x, w, y: F.conv2d(F.interpolate(x[..., :3, :3], scale_factor=2), w),
     "temporal_shift": image(lambda x: torch.cat([x[:, :2].roll(1, -1), x[:, 2:]], 1)),
     "dropout2d": image(lambda x: F.dropout2d(x, 0.5)),
@@ -194,7 +205,9 @@ SEQUENCES = {
     "attention_rotary": rotary,
     "attention_linear": linear_attention,
     "attention_across_rows": across_rows,
-    "attention_of_vmap": lambda h, w, y: torch.func.vmap(lambda r: F.scaled_dot_product_attention(*(r @ w).chunk(3, -1)))(h),
+    "attention_of_vmap": lambda h, w, y: torch.func.vmap(
+        lambda r: F.scaled_dot_product_attention(*(r @ w).chunk(3, -1))
+    )(h),
     "attention_dropout": attention(dropout_p=0.1),
     "multi_head_attention": multi_head,
     "transformer_layer": transformer_layer,
@@ -205,13 +218,17 @@ SEQUENCES = {
     "rms_norm": lambda h, w, y: F.rms_norm(h, (8,), w[:, 0]),
     "group_norm_tokens": lambda h, w, y: F.group_norm(h.transpose(1, 2), 4),
     "batch_norm_tokens": lambda h, w, y: F.batch_norm((h @ w).flatten(0, 1), None, None, training=True),
-    "qk_norm": lambda h, w, y: torch.matmul(*(F.normalize(p, dim=-1) for p in ((h @ w)[..., :8], (h @ w)[..., 8:16].mT))),
+    "qk_norm": lambda h, w, y: torch.matmul(
+        *(F.normalize(p, dim=-1) for p in ((h @ w)[..., :8], (h @ w)[..., 8:16].mT))
+    ),
     "mean_pool": lambda h, w, y: h.mean(1) @ w,
     "masked_mean_pool": lambda h, w, y: masked_mean(h @ w, torch.arange(5) <= y[:, None] % 5),
     "last_token": lambda h, w, y: h[torch.arange(24), y % 5] @ w,
     "last_token_gather": lambda h, w, y: h.gather(1, (y % 5)[:, None, None].expand(24, 1, 8))[:, 0] @ w,
     "tokens_flat": lambda h, w, y: h.reshape(-1, 8) @ w,
-    "cross_entropy_tokens": lambda h, w, y: F.cross_entropy((h @ w).flatten(0, 1), (y[:, None] + torch.arange(5)).flatten()),
+    "cross_entropy_tokens": lambda h, w, y: F.cross_entropy(
+        (h @ w).flatten(0, 1), (y[:, None] + torch.arange(5)).flatten()
+    ),
     "next_token_loss": lambda h, w, y: F.cross_entropy((h @ w)[:, :-1].mT, (y[:, None] + torch.arange(4)) % 24),
     "causal_convolution": lambda h, w, y: F.conv1d(F.pad(h.mT, (2, 0)), w[:, None, :3], groups=8),
     "token_shift": lambda h, w, y: (h + F.pad(h, (0, 0, 1, 0))[:, :-1]) @ w,
@@ -219,7 +236,9 @@ SEQUENCES = {
     "relative_bias": lambda h, w, y: h @ w + w[0][torch.arange(5)[:, None] % 3],
     "learned_positions": lambda h, w, y: (h + w.T[:5]) @ w,
     "expert_choice": lambda h, w, y: torch.einsum("bte,btd->bed", (h @ w[:, :3]).softmax(1), h),
-    "dense_experts": lambda h, w, y: torch.einsum("bte,btd,edf->btf", (h @ w[:, :3]).softmax(-1), h, w.view(8, 3, 8).movedim(1, 0)),
+    "dense_experts": lambda h, w, y: torch.einsum(
+        "bte,btd,edf->btf", (h @ w[:, :3]).softmax(-1), h, w.view(8, 3, 8).movedim(1, 0)
+    ),
     "gumbel": lambda h, w, y: F.gumbel_softmax(h @ w),
 }
 

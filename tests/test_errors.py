@@ -160,7 +160,7 @@ ARGUMENTS = [
     (lambda m: fs.shard(fs.grad(lambda w, x: x @ w), m).lower(W, X), "one floating 0-d value"),
     (lambda m: fs.shard(fs.grad(lambda w, x: x.sum(), argnums=3), m).lower(W, X), "argument 3"),
     (lambda m: fs.shard(lambda w, x: x @ w, m, in_specs=(P("ep"),)).lower(W, X), "one entry for each of the 2"),
-    (lambda m: fs.shard(lambda w, x: x, m, backend="xla"), "'eager'"),
+    (lambda m: fs.shard(lambda w, x: x, m, backend="xla"), "'eager', 'inductor', 'cudagraph'"),
     (lambda m: fs.shard(lambda w, x: x, m, experts=fs.Experts("ep", "magic")), "magic.*all_to_all"),
     (lambda m: fs.shard(lambda w, x: x, m, experts=fs.Experts("tp")).lower(W, X), "'tp'.*replicate, efsdp, ep"),
     (lambda m: fs.shard(lambda w, x: x, m, precision="int8"), "bfloat16"),

@@ -1,4 +1,4 @@
-"""``fs.simulate``: many ranks in one process on the CPU, for notebooks and tests, with the code that torchrun would run.
+"""``fs.simulate``: many ranks in one process on the CPU, for notebooks and tests, with the code that torchrun runs.
 
 Inside, ``make_mesh`` gives a mesh over simulated ranks, a placed leaf holds the blocks of all of them, and sharded
 functions run for all ranks in lockstep: node by node, a collective as a function from all ranks' operands to all
@@ -43,8 +43,10 @@ class simulate:
 
     def __enter__(self) -> simulate:
         if worlds.current() is not None:
-            raise ShardingError(f"fs.simulate({self.ranks}) inside of fs.simulate({worlds.current().ranks}): the ranks "
-                                "of one process belong to one block. Leave the outer block first.")
+            raise ShardingError(
+                f"fs.simulate({self.ranks}) inside of fs.simulate({worlds.current().ranks}): the ranks "
+                "of one process belong to one block. Leave the outer block first."
+            )
         self._token = worlds.entered.set(worlds.World(next(_numbers), self.ranks))
         return self
 
@@ -88,12 +90,16 @@ class PerRank:
 
 
 # Functions of a leaf that read no element of it.
-_READS = {"size", "dim", "stride", "numel", "nelement", "is_contiguous", "is_floating_point", "is_complex", "ndimension",
-          "element_size", "__len__", "__get__", "__hash__", "requires_grad_", "__set__", "type", "is_signed"}
+_READS = set(
+    """size dim stride numel nelement ndimension element_size
+    requires_grad_ __len__ __get__ __set__ __hash__""".split()
+)
 # Functions of elements at one place: what they do to each block, they do to the value.
-_ELEMENTWISE = set("""detach clone to float double half bfloat16 int long bool contiguous neg add sub mul div true_divide
-    __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __neg__ __pow__ pow abs sqrt square exp log zeros_like
-    ones_like full_like empty_like rsub""".split())
+_ELEMENTWISE = set(
+    """detach clone to float double half bfloat16 int long bool contiguous neg add sub mul div true_divide
+    __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __neg__ __pow__ pow abs sqrt square exp log
+    zeros_like ones_like full_like empty_like rsub""".split()
+)
 
 
 class SimulatedTensor(DTensor):
@@ -125,17 +131,21 @@ class SimulatedTensor(DTensor):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, getattr(func, "__name__", str(func))
-        if name in _READS:
+        if name in _READS or name.startswith(("is_", "_is_")):
             with _compat.without_torch_function():
                 return func(*args, **kwargs)
         leaves = [a for a in args if isinstance(a, SimulatedTensor)]
         others = [a for a in args if isinstance(a, torch.Tensor) and not isinstance(a, SimulatedTensor)]
         first = leaves[0] if leaves else None
-        alike = first is not None and all(_layout(x) == _layout(first) for x in leaves) and all(x.ndim == 0 for x in others)
+        alike = (
+            first is not None and all(_layout(x) == _layout(first) for x in leaves) and all(x.ndim == 0 for x in others)
+        )
         if name not in _ELEMENTWISE or not alike or any(isinstance(v, torch.Tensor) for v in kwargs.values()):
-            raise ShardingError(f"`{name}` on a placed leaf outside of a sharded function, in `fs.simulate`: only "
-                                "elementwise ops of leaves of one layout are simulated there. Put it into `fs.shard`, "
-                                "or use `fs.device_get`.")
+            raise ShardingError(
+                f"`{name}` on a placed leaf outside of a sharded function, in `fs.simulate`: only "
+                "elementwise ops of leaves of one layout are simulated there. Put it into `fs.shard`, "
+                "or use `fs.device_get`."
+            )
         pick = lambda rank: [blocks_of(a)[rank] if isinstance(a, SimulatedTensor) else a for a in args]
         return simulated([func(*pick(rank), **kwargs) for rank in range(len(blocks_of(first)))], first, first._world)
 

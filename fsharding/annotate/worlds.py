@@ -30,5 +30,7 @@ def refuse_closed(number: int, what: str) -> None:
     """Raises ShardingError for what belongs to a ``fs.simulate`` block other than the one that is running."""
     world = current()
     if number and (world is None or world.number != number):
-        raise ShardingError(f"{what} belongs to an `fs.simulate` block that has ended: its ranks are gone. Use it "
-                            "inside of the block, and take plain values out with `fs.device_get`.")
+        raise ShardingError(
+            f"{what} belongs to an `fs.simulate` block that has ended: its ranks are gone. Use it "
+            "inside of the block, and take plain values out with `fs.device_get`."
+        )

@@ -21,6 +21,7 @@ from fsharding.annotate.param import Param
 from fsharding.errors import ShardingError
 from fsharding.moe import mlp as expert_mlp
 from fsharding.moe import route
+from fsharding.program.cross_entropy import cross_entropy
 from fsharding.tree import map_with_path
 
 IGNORE = -100
@@ -169,6 +170,17 @@ def forward(params: dict, tokens_BT: torch.Tensor, cfg: Config, mask_BT: torch.T
         logits_BTV, in the parameters' dtype, and ``{"balance": 0-d float32, "load": [int or float [E], one a layer]}``:
         the balancing loss (see ``balance_loss``) and the number of choices of each expert.
     """
+    x, stats = features(params, tokens_BT, cfg, mask_BT)
+    return x @ head_of(params, cfg), stats
+
+
+def head_of(params: dict, cfg: Config) -> torch.Tensor:
+    """The output projection [D, V]: the embedding's transpose where the two are tied."""
+    return params["embed"].T if cfg.tie_word_embeddings else params["head"]
+
+
+def features(params: dict, tokens_BT: torch.Tensor, cfg: Config, mask_BT: torch.Tensor | None = None):
+    """As :func:`forward`, with the normalised hidden states [B, T, D] that the head reads in place of the logits."""
     eps, (cos, sin) = cfg.rms_norm_eps, rotary(tokens_BT.shape[1], cfg, tokens_BT.device)
     x = F.embedding(tokens_BT, params["embed"])
     stats = []
@@ -182,9 +194,8 @@ def forward(params: dict, tokens_BT: torch.Tensor, cfg: Config, mask_BT: torch.T
         else:
             x = x + swiglu(h @ layer["mlp"]["w_in"]) @ layer["mlp"]["w_out"]
     x = F.rms_norm(x, x.shape[-1:], params["norm"], eps)
-    head = params["embed"].T if cfg.tie_word_embeddings else params["head"]
     real = tokens_BT.numel() if mask_BT is None else mask_BT.sum()
-    return x @ head, {"balance": balance_loss(stats, real, cfg), "load": [counts for counts, _ in stats]}
+    return x, {"balance": balance_loss(stats, real, cfg), "load": [counts for counts, _ in stats]}
 
 
 def rotary(length: int, cfg: Config, device: torch.device):
@@ -257,7 +268,7 @@ def balance_loss(stats: list, tokens: int | torch.Tensor, cfg: Config) -> torch.
     return cfg.num_experts * ((counts / total) * (probs / total)).sum()
 
 
-def loss(params: dict, batch: dict, cfg: Config):
+def loss(params: dict, batch: dict, cfg: Config, keep_logits: bool = False):
     """``(loss_sum, weight)`` of a batch, both 0-d float32: ``loss_sum / weight`` is the loss, for ``fs.accumulate``.
 
     ``batch`` has ``tokens`` [B, T], ``labels`` [B, T] (the token that follows each, ``IGNORE`` where none counts) and
@@ -265,13 +276,17 @@ def loss(params: dict, batch: dict, cfg: Config):
 
         loss_sum = sum of cross-entropies + weight * router_aux_loss_coef * balance
 
+    The logits of the batch never exist at once (``fs.nn.cross_entropy``), unless ``keep_logits`` trades that memory, in
+    the parameters' dtype, for a quarter less work in the head.
+
     Over ranks this is exact, being one program over the whole batch. Over micro-batches the cross-entropy is exact
     and the balancing term is the mean, weighted by labels, of the micro-batches' own balancing losses.
     """
-    logits_BTV, stats = forward(params, batch["tokens"], cfg, batch.get("mask"))
-    labels = batch["labels"].reshape(-1)
-    rows = logits_BTV.reshape(-1, logits_BTV.shape[-1]).float()
-    entropy = F.cross_entropy(rows, labels, reduction="sum", ignore_index=IGNORE)
+    x_BTD, stats = features(params, batch["tokens"], cfg, batch.get("mask"))
+    labels = batch["labels"]
+    entropy = cross_entropy(
+        x_BTD, head_of(params, cfg), labels, reduction="sum", ignore_index=IGNORE, keep_logits=keep_logits
+    )
     weight = (labels != IGNORE).sum().float()
     if not cfg.router_aux_loss_coef:
         return entropy, weight

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from fsharding.errors import ShardingError
-from fsharding.optim.base import GradientTransformation, Scalars, map_leaves, step_count, wide, zeros_like_tree
+from fsharding.optim.base import (
+    GradientTransformation,
+    Scalars,
+    is_part_of_a_program,
+    map_leaves,
+    step_count,
+    zeros_like_tree,
+)
 from fsharding.optim.schedule import Schedule, rate
+from fsharding.program.update import adamw_leaf, adamw_raw, wide_dtype
+from fsharding.tree import map_with_path
 
 
 class AdamWState(NamedTuple):
@@ -63,27 +73,50 @@ def adamw(
         scalars = Scalars(-lr, 1.0 - b1**time, 1.0 - b2**time)
         decays = mask(params) if callable(mask) else mask
 
+        groups: dict[tuple, list] = {}
+
         def leaf(p, g, m, v, decay=True):
-            return adamw_leaf(p, g, m, v, scalars.like(p), (b1, b2, eps, weight_decay if decay else 0.0))
+            hyper = (b1, b2, eps, weight_decay if decay else 0.0)
+            if not is_part_of_a_program(p, g, m, v):
+                return adamw_leaf(p, g, m, v, scalars.like(p), None, *hyper, False)
+            group = groups.setdefault((wide_dtype(p.dtype), hyper), [])
+            group.append((p, g, m, v))
+            return tuple(_Later(group, len(group) - 1, column) for column in range(3))
 
         trees = dict(params=params, grads=grads, m=state.m, v=state.v)
         updates, m, v = map_leaves("adamw.update", leaf, 3, trees, flags=decays)
+        if groups:
+            made = {id(g): _all_at_once(g, scalars, hyper) for (_, hyper), g in groups.items()}
+            updates, m, v = (map_with_path(lambda _, x: _found(x, made), tree) for tree in (updates, m, v))
         return updates, AdamWState(step, m, v)
 
     return GradientTransformation(init, update)
 
 
-def adamw_leaf(p, g, m, v, scalars, hyper):
-    """Update, new m and new v of one leaf, next to each other: nothing of the whole tree lives at once."""
-    minus_lr, correct1, correct2 = scalars
-    b1, b2, eps, decay = hyper
-    gw = wide(g)
-    mw = b1 * wide(m) + (1.0 - b1) * gw
-    vw = b2 * wide(v) + (1.0 - b2) * (gw * gw)
-    direction = (mw / correct1) / ((vw / correct2).sqrt() + eps)
-    if decay:
-        direction = direction + decay * wide(p)
-    return minus_lr * direction, mw.to(m.dtype), vw.to(v.dtype)
+@dataclasses.dataclass(frozen=True)
+class _Later:
+    """Stands for a leaf of a result until the one op that makes all leaves of its group has run."""
+
+    group: list
+    leaf: int
+    column: int
+
+
+def _all_at_once(group: list, scalars: Scalars, hyper: tuple) -> list[torch.Tensor]:
+    p, g, m, v = map(list, zip(*group, strict=True))
+    b1, b2, eps, decay = map(float, hyper)
+    numbers = [_zero_dim(x, p[0]) for x in scalars.like(p[0])]
+    return adamw_raw(p, g, m, v, numbers, None, b1, b2, eps, decay, False)
+
+
+def _zero_dim(x: float | torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return x if isinstance(x, torch.Tensor) else torch.full((), x, dtype=wide_dtype(like.dtype), device=like.device)
+
+
+def _found(x: Any, made: dict[int, list[torch.Tensor]]) -> torch.Tensor:
+    if not isinstance(x, _Later):
+        return x
+    return made[id(x.group)][x.column * len(x.group) + x.leaf]
 
 
 def _check(learning_rate, b1, b2, eps, weight_decay):

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
+from fsharding import _compat as compat
 from fsharding.errors import ShardingError
 from fsharding.tree import broadcast_prefix, flatten_with_paths, unflatten
 
@@ -129,6 +130,13 @@ class Scalars:
         if dtype not in self.cast:
             self.cast[dtype] = tuple(v.to(dtype) if isinstance(v, torch.Tensor) else v for v in self.values)
         return self.cast[dtype]
+
+
+def is_part_of_a_program(*leaves: torch.Tensor) -> bool:
+    """Is a program being traced, in which no transform differentiates or maps these leaves?"""
+    if compat.current_tracer() is None or compat.under_functorch():
+        return False
+    return not any(x.requires_grad or isinstance(x, DTensor) for x in leaves)
 
 
 def local(leaf: torch.Tensor) -> torch.Tensor:

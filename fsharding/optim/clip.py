@@ -15,7 +15,17 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from fsharding.errors import ShardingError
-from fsharding.optim.base import GradientTransformation, Scalars, device_of, flatten, local, map_leaves, wide
+from fsharding.optim.base import (
+    GradientTransformation,
+    Scalars,
+    device_of,
+    flatten,
+    is_part_of_a_program,
+    local,
+    map_leaves,
+    wide,
+)
+from fsharding.program.update import squares_raw
 
 
 class ClipState(NamedTuple):
@@ -34,8 +44,11 @@ def global_norm(tree: Any) -> torch.Tensor:
     paths, leaves, _ = flatten("global_norm", tree)
     sharded, total = {}, None
     for path, leaf in zip(paths, leaves, strict=True):
-        x = wide(local(leaf))
-        square = (x * x).sum()
+        if is_part_of_a_program(leaf):
+            square = squares_raw(leaf)
+        else:
+            x = wide(local(leaf))
+            square = (x * x).sum()
         dims = _sharded_dims(path, leaf)
         if dims:
             sums = sharded.setdefault(leaf.device_mesh, {})

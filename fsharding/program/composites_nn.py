@@ -111,6 +111,12 @@ def multilabel_margin_loss(input, target, size_average=None, reduce=None, reduct
     return reduced(torch.where(counted, hinge, 0.0).sum((-2, -1)) / classes, reduction)
 
 
+def soft_margin_loss(input, target, size_average=None, reduce=None, reduction="mean"):
+    """log(1 + exp(-target · input)), in the input's dtype."""
+    _current(size_average, reduce)
+    return reduced(F.softplus(-target * input).to(input.dtype), reduction)
+
+
 def gaussian_nll_loss(input, target, var, full=False, eps=1e-6, reduction="mean"):
     """½ (log var + (input - target)² / var), var at least ``eps`` but for its gradient (Nix & Weigend 1994)."""
     if not isinstance(var, torch.Tensor):
@@ -141,6 +147,22 @@ def corrcoef(input):
     return (c / scale[:, None] / scale).clamp(-1, 1)
 
 
+def quantile(input, q, dim=None, keepdim=False, *, interpolation="linear"):
+    """Of sorted values, interpolated; a NaN makes a NaN. PyTorch's own compares ``q`` on the host before 2.13."""
+    if not isinstance(q, float | int) or interpolation != "linear" or (dim is None and keepdim):
+        return torch.ops.aten.quantile.default(
+            input, torch.as_tensor(q, dtype=input.dtype), dim, keepdim, interpolation=interpolation
+        )
+    if not 0 <= q <= 1:
+        raise ShardingError(f"`quantile` takes numbers from 0 to 1, got {q}.")
+    x, dim = (input.flatten(), 0) if dim is None else (input, dim)
+    place = q * (x.shape[dim] - 1)
+    low, ordered = math.floor(place), x.sort(dim).values
+    below, above = (ordered.narrow(dim, i, 1) for i in (low, math.ceil(place)))
+    y = torch.where(x.isnan().any(dim, keepdim=True), math.nan, torch.lerp(below, above, place - low))
+    return y if keepdim else y.squeeze(dim)
+
+
 def rrelu(input, lower=1.0 / 8, upper=1.0 / 3, training=False, inplace=False):
     """Its mean slope; in training it draws random ones."""
     if training:
@@ -162,9 +184,11 @@ REWRITES = {
     F.group_norm: group_norm,
     F.multi_margin_loss: multi_margin_loss,
     F.multilabel_margin_loss: multilabel_margin_loss,
+    F.soft_margin_loss: soft_margin_loss,
     F.gaussian_nll_loss: gaussian_nll_loss,
     F.rrelu: rrelu,
     F.bilinear: bilinear,
+    **dict.fromkeys((torch.quantile, torch.Tensor.quantile), quantile),
     **dict.fromkeys((torch.cov, torch.Tensor.cov), cov),
     **dict.fromkeys((torch.corrcoef, torch.Tensor.corrcoef), corrcoef),
 }

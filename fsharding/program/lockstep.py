@@ -14,11 +14,13 @@ import torch.fx as fx
 from fsharding.annotate.mesh import Mesh
 from fsharding.annotate.spec import local_slices, padded_shape
 from fsharding.comm import groups, manual
+from fsharding.errors import ShardingError
 from fsharding.moe import exchange as moe_exchange
 from fsharding.program.partition import Input, LocalProgram
+from fsharding.program.source import line_of
 
 C = torch.ops._c10d_functional
-_REDUCE = {
+REDUCE = {
     "sum": lambda xs: torch.stack(xs).sum(0).to(xs[0].dtype),
     "max": lambda xs: torch.stack(xs).amax(0),
     "min": lambda xs: torch.stack(xs).amin(0),
@@ -31,12 +33,12 @@ def _all_gather(args):
 
 
 def _reduce_scatter(args):
-    total = _REDUCE[args[0][1]]([a[0] for a in args])
+    total = REDUCE[args[0][1]]([a[0] for a in args])
     return [part.clone() for part in total.chunk(len(args))]
 
 
 def _all_reduce(args):
-    total = _REDUCE[args[0][1]]([a[0] for a in args])
+    total = REDUCE[args[0][1]]([a[0] for a in args])
     return [total.clone() for _ in args]
 
 
@@ -104,7 +106,12 @@ def run(graph: fx.Graph, mesh: Mesh, inputs: Sequence[Sequence[torch.Tensor]]) -
         args = [fx.node.map_arg((node.args, node.kwargs), e.__getitem__) for e in env]
         if node.op == "output":
             return [list(a[0][0]) for a in args]
-        _step(node, mesh, env, args)
+        try:
+            _step(node, mesh, env, args)
+        except (ShardingError, AssertionError):
+            raise
+        except Exception as error:
+            raise ShardingError(f"{line_of(node)}: `{node.target}` failed: {error}") from error
         for used in node.all_input_nodes:
             left[used] -= 1
             if not left[used]:

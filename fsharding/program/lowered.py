@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.fx as fx
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
@@ -19,10 +20,16 @@ from fsharding.annotate.spec import local_slices, padded_shape
 from fsharding.errors import ShardingError
 from fsharding.program import explain
 from fsharding.program.call import Call, abstract, is_wide
+from fsharding.program.capture import Captured, refuse_host_sync
 from fsharding.program.checks import check_leaves, check_memory
+from fsharding.program.donate import memory_of
 from fsharding.program.execute import Runner, aliases, set_device
 from fsharding.program.partition import Input, LocalProgram
+from fsharding.program.regions import compile_regions
 from fsharding.program.trace import GlobalProgram
+
+
+BACKENDS = ("eager", "inductor", "cudagraph")
 
 
 class Lowered:
@@ -36,8 +43,10 @@ class Lowered:
         donated: list[int],
         call: Call,
         bind: Callable,
+        backend: str = "eager",
     ):
         self.program, self.local, self.result, self.donated = program, local, result, donated
+        self.backend = backend
         self.name, self.treedef, self.static, self.bind = call.name, call.treedef, call.static, bind
 
     def as_text(self) -> str:
@@ -103,6 +112,25 @@ def _digest(tensors) -> str:
     return found.hexdigest()[:12]
 
 
+def _runner(lowered: Lowered) -> Callable:
+    """The back end's way to run a rank's program: a function from input tensors to output tensors."""
+    local, device = lowered.local, lowered.local.mesh.device
+    if lowered.backend == "eager":
+        return Runner(local.graph, local.mesh)
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(local.graph, copies))
+    if lowered.backend == "cudagraph":
+        refuse_host_sync(local.graph, device)
+    compile_regions(graph)
+    run = Runner(graph, local.mesh)
+    if lowered.backend == "inductor":
+        return run
+    owner = memory_of(local.graph)
+    results = list(local.graph.nodes)[-1].args[0]
+    return Captured(run, [i.kind == "stored" for i in local.inputs], [owner[n].op == "placeholder" for n in results])
+
+
 class Program:
     """A compiled program: ``program(*args)`` runs it on arguments of the shapes and specs that it was lowered for."""
 
@@ -113,7 +141,7 @@ class Program:
             axes, _, channel = alias.partition("/")[2].partition("#")
             mesh.register_alias(axes.split(","), channel)
         set_device(self.local.graph, mesh.device)
-        self.runner = Runner(self.local.graph, mesh)
+        self.runner = _runner(lowered)
         coordinates = mesh.coordinates()
         self._cuts = [
             local_slices(i.shape, i.dims, mesh.shape, coordinates) if any(i.dims) else None for i in self.local.inputs

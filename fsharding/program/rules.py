@@ -9,9 +9,9 @@ import torch
 
 from fsharding.comm import shards
 from fsharding.moe import ops as moe_ops
+from fsharding.program import cross_entropy, rules_mlp, update
 from fsharding.program import rules_batch as batch
 from fsharding.program import rules_manual as by_hand
-from fsharding.program import rules_mlp
 from fsharding.program import rules_moe as moe
 from fsharding.program import rules_pointwise as pw
 from fsharding.program import rules_reduce as red
@@ -305,6 +305,9 @@ RULES = {
     like_raw: like,
     **{op: moved for op in (offload_raw, reload_raw)},
     draw_raw: draw,
+    **cross_entropy.RULES,
+    update.squares_raw: update.squares,
+    update.adamw_raw: update.adamw,
     # routed experts
     moe_ops.route: moe.route,
     moe_ops.dispatch_raw: moe.dispatch,

@@ -258,8 +258,7 @@ def diagonal_scatter(p: Partition, node, args, kwargs):
 def _diagonal_dims(x, rest, kwargs):
     ndim = len(red.shape_of(x))
     a, b = (
-        rest[i] if len(rest) > i else kwargs.get(name, default)
-        for i, name, default in ((1, "dim1", 0), (2, "dim2", 1))
+        rest[i] if len(rest) > i else kwargs.get(name, default) for i, name, default in ((1, "dim1", 0), (2, "dim2", 1))
     )
     return ndim, a % ndim, b % ndim
 
@@ -292,9 +291,7 @@ def _op(name: str):
 RULES = {
     **{_op(name): leading(core) for name, core in {**_LINEAR_ALGEBRA, **_POOLING}.items()},
     **{_op(name): leading(f"{n} -> {n}") for name, n in _RESIZE.items()},
-    **{
-        _op(name + "_backward"): leading(f"{n} -> {n}", sizes=2) for name, n in _RESIZE.items()
-    },
+    **{_op(name + "_backward"): leading(f"{n} -> {n}", sizes=2) for name, n in _RESIZE.items()},
     A.convolution.default: label_rule(convolution),
     A.convolution_backward.default: label_rule(convolution_backward),
     A.grid_sampler_2d.default: label_rule(grid_sampler),

@@ -309,8 +309,11 @@ def _own_row(node, shape, ids) -> int | None:
     for d in at:
         source = node.args[1][d]
         name = str(source.target)
-        start, stop, step = {"aten.arange.default": (0, *source.args[:1], 1)}.get(name, (*source.args, 1)[:3])\
-            if name.startswith("aten.arange") else (None,) * 3
+        start, stop, step = (
+            {"aten.arange.default": (0, *source.args[:1], 1)}.get(name, (*source.args, 1)[:3])
+            if name.startswith("aten.arange")
+            else (None,) * 3
+        )
         if (start, stop, step) == (0, shape[d], 1):
             return d
     return None
@@ -387,7 +390,10 @@ def _right_aligned(order, node, values):
     have = shape_of(values)
     selected = torch.ops.aten.index.Tensor(
         torch.empty(node.args[0].meta["val"].shape, device="meta"),
-        [None if i is None else torch.empty(i.meta["val"].shape, dtype=torch.int64, device="meta") for i in node.args[1]],
+        [
+            None if i is None else torch.empty(i.meta["val"].shape, dtype=torch.int64, device="meta")
+            for i in node.args[1]
+        ],
     ).shape
     offset = len(order) - len(have)
     return [order[offset + k] if n == selected[offset + k] else None for k, n in enumerate(have)]

@@ -32,12 +32,13 @@ from fsharding.program.call import (
 )
 from fsharding.program.checks import check_leaves
 from fsharding.program.donate import drop_dead, pull_updates_forward, write_back
-from fsharding.program.lowered import Lowered, Program
+from fsharding.program.lowered import BACKENDS, Lowered, Program
 from fsharding.program.partition import Experts, Input, LocalProgram, Partition, same_dims
 from fsharding.program.schedule import Schedule
 from fsharding.program.schedule import schedule as scheduled
 from fsharding.program.trace import GlobalProgram, trace
 from fsharding.program.transforms import Precision, check_gradient_scope, with_precision
+from fsharding.program.update import fuse_updates, in_place
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class Options:
     experts: Any
     strict: bool
     schedule: Schedule
+    backend: str
 
 
 def shard(
@@ -90,15 +92,18 @@ def shard(
         experts: :class:`Experts`; "auto" means ``Experts("ep")`` where the mesh has that axis; None gathers experts as
             any weight.
         schedule: when parameters are gathered and gradients reduced: a :class:`Schedule`.
-        backend: "eager".
+        backend: how a rank runs its program. "eager": op by op. "inductor": what lies between our ops and collectives is
+            compiled, at the first call (seconds to a minute; a line on standard error says so). "cudagraph": the same,
+            and the whole step is captured as one CUDA graph at the second call; refused where the host must look at
+            data, as the all-to-all dispatcher's does.
         strict: refuse ops without a rule for their operands, which otherwise run on gathered operands: right, but slow;
             they warn once and show as ``kind="fallback"`` in ``collectives()``.
 
     Raises:
         ShardingError: on all ranks alike, before anything moves; it names the leaf or the user's source line.
     """
-    if backend != "eager":
-        raise ShardingError(f"unknown backend {backend!r}: this version has 'eager'.")
+    if backend not in BACKENDS:
+        raise ShardingError(f"unknown backend {backend!r}: one of {', '.join(map(repr, BACKENDS))}.")
     if mesh is not None and not isinstance(mesh, Mesh):
         raise ShardingError(f"`mesh` must come from `fs.make_mesh`, got {type(mesh).__name__}.")
     if precision is not None and not isinstance(precision, Precision):
@@ -111,7 +116,7 @@ def shard(
         static_argnames = (static_argnames,)
     options = Options(
         mesh, in_specs, out_specs, _numbers(stored_argnums), _numbers(donate_argnums), _numbers(static_argnums),
-        tuple(static_argnames), precision, experts, strict, schedule or Schedule(),
+        tuple(static_argnames), precision, experts, strict, schedule or Schedule(), backend,
     )  # fmt: skip
     return Sharded(fn, options)
 
@@ -153,6 +158,9 @@ class Sharded:
         self._labels: dict[Any, tuple[list[str], list[int], list[bool]]] = {}
 
     def __call__(self, *args, **kwargs):
+        return compat.opaque(type(self)._call)(self, args, kwargs)
+
+    def _call(self, args, kwargs):
         if compat.current_tracer() is not None:
             # Inside another sharded function: a part of its global program, partitioned by that one's settings.
             return self._function()(*args, **kwargs)
@@ -342,6 +350,7 @@ class Sharded:
             program.graph, inputs + constants, out_dims
         )
         drop_dead(local.graph)
+        fuse_updates(local.graph)
         pull_updates_forward(local.graph)
         scheduled(local, self.options.schedule)
         # A plain tensor cannot be taken away from its owner, who would read the new value in it: it is left alone.
@@ -351,8 +360,10 @@ class Sharded:
             if n in self._donated(call) and isinstance(x, DTensor | ShapeDtype)
         ]
         write_back(local, donated, tensors)
-        self._warn_if_replicated(local, inputs)
-        return Lowered(program, local, result, donated, call, self._bind)
+        in_place(local.graph)
+        if not any("manual" in n.meta.get("custom", {}) for n in program.graph.graph.nodes):
+            self._warn_if_replicated(local, inputs)  # a `shard_map` says itself what each rank computes
+        return Lowered(program, local, result, donated, call, self._bind, self.options.backend)
 
     def _donated(self, call: Call) -> set[int]:
         return _from_start(self.options.donate_argnums, call.count)

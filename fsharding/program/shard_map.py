@@ -79,7 +79,7 @@ class ShardMapped(Sharded):
         super().__init__(fn, shard(fn, body.mesh, stored_argnums=()).options)
         self.body = body
 
-    def __call__(self, *args, **kwargs):
+    def _call(self, args, kwargs):
         if compat.current_tracer() is not None:
             return self._function()(*args, **kwargs)
         call = self._bind(args, kwargs)

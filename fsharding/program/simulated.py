@@ -34,10 +34,10 @@ class SimulatedProgram(Program):
         ranks = range(mesh.size)
         blocks = [[self._block(x, spec, r) for x, spec in zip(given, self.local.inputs, strict=True)] for r in ranks]
         with torch.no_grad():
-            out = lockstep.run(self.local.graph, mesh, blocks, readable=True)
+            out = lockstep.run(self.local.graph, mesh, blocks)
         if self.lowered.donated:
             self._retire(leaves)
-        return self._wrap(out)
+        return self._collect(out)
 
     def _block(self, x, spec, rank: int) -> torch.Tensor:
         """What the program of one rank gets for an argument, padded if it is at rest."""
@@ -51,7 +51,7 @@ class SimulatedProgram(Program):
         widths = [w for n, m in zip(reversed(x.shape), reversed(full), strict=True) for w in (0, m - n)]
         return F.pad(x, widths) if any(widths) else x
 
-    def _wrap(self, out: list[list[torch.Tensor]]):
+    def _collect(self, out: list[list[torch.Tensor]]):
         result = self.lowered.result
         made = iter([self._result(i, [own[i] for own in out]) for i in range(len(self.local.outputs))])
         count = len(self.local.outputs) + len(result["fixed"])
@@ -64,8 +64,8 @@ class SimulatedProgram(Program):
             for rank, block in enumerate(blocks):
                 if not torch.equal(block.nan_to_num(), blocks[0].nan_to_num()):
                     raise ShardingError(
-                        f"`{self.lowered.name}`: the ranks should hold the same result number {number}, but rank {rank} "
-                        "holds another than rank 0. A `shard_map` with `check=False` promised what does not hold."
+                        f"`{self.lowered.name}`: the ranks should hold the same result number {number}, but rank "
+                        f"{rank} holds another than rank 0. A `shard_map` with `check=False` promised what does not hold."
                     )
             return blocks[0].detach()
 

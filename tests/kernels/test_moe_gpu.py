@@ -10,7 +10,11 @@ if not torch.cuda.is_available():
 from kernel_checks import close, normal, poison
 
 import fsharding as fs
-from fsharding.moe import expert_ops, fast
+from fsharding import P
+from fsharding.moe import expert_ops, fast, grouped
+from fsharding.moe.exchange import expert_order
+from fsharding.program import lockstep
+from fsharding.program.emit import FACTORIES
 
 T, K, E, D, H = 700, 4, 16, 256, 192
 
@@ -38,6 +42,12 @@ def composed(ids, x, w_in, w_out, weights):
     return fs.moe.combine(fs.ragged_dot(F.silu(gate) * up, w_out, r.group_sizes), weights, r)
 
 
+@pytest.fixture(params=["ours", "torch"])
+def products(request, monkeypatch):
+    """Whose kernels serve `fs.ragged_dot`, whatever is faster at these sizes."""
+    monkeypatch.setattr(grouped, "WORTH", 0 if request.param == "ours" else float("inf"))
+
+
 def step(layer, ids, leaves, g):
     leaves = [t.detach().requires_grad_() for t in leaves]
     out = layer(ids, *leaves)
@@ -46,7 +56,7 @@ def step(layer, ids, leaves, g):
 
 @pytest.mark.parametrize("layer", [fused, composed])
 @pytest.mark.parametrize("routing", ["random", "one-hot", "one expert"])
-def test_matches_fp32(layer, routing):
+def test_matches_fp32(layer, routing, products):
     ids, leaves, g = inputs()
     if routing != "random":
         ids = torch.arange(K, device="cuda").expand(T, K) * (routing == "one-hot")
@@ -100,7 +110,7 @@ def test_schedule_is_the_references():
         assert torch.equal(a.cpu(), b)
 
 
-def test_group_sizes_of_more_rows_than_there_are():
+def test_group_sizes_of_more_rows_than_there_are(products):
     """Sizes cannot be read without a sync; rows that do not exist are neither read nor written."""
     x, w = normal(300, D), normal(4, D, H, scale=D**-0.5)
     sizes = torch.tensor([200, 50, 100_000, 7], dtype=torch.int32, device="cuda")
@@ -109,7 +119,7 @@ def test_group_sizes_of_more_rows_than_there_are():
 
 
 @pytest.mark.parametrize("layer", [fused, composed])
-def test_no_host_sync_and_bitwise(layer):
+def test_no_host_sync_and_bitwise(layer, products):
     args = inputs()
     first = step(layer, *args)
     mode = torch.cuda.get_sync_debug_mode()
@@ -122,7 +132,7 @@ def test_no_host_sync_and_bitwise(layer):
 
 
 @pytest.mark.parametrize("layer", [fused, composed])
-def test_graph_with_changing_routing(layer):
+def test_graph_with_changing_routing(layer, products):
     ids, leaves, g = inputs()
     step(layer, ids, leaves, g)
     torch.cuda.synchronize()
@@ -134,3 +144,45 @@ def test_graph_with_changing_routing(layer):
         graph.replay()
         replayed = [o.clone() for o in out]
         assert all(torch.equal(a, b) for a, b in zip(replayed, step(layer, ids, leaves, g), strict=True))
+
+
+def test_routes_are_the_references():
+    """The kernels' sort gives what `argsort` gives on the CPU, for tokens and for rows that arrived from four ranks."""
+    ids = torch.randint(0, E, (T, K))
+    for a, b in zip(expert_ops.ops.route(ids.cuda(), E), expert_ops.ops.route(ids, E), strict=True):
+        assert torch.equal(a.cpu(), b) and a.dtype == b.dtype
+    received = torch.randint(0, 40, (4, 8), dtype=torch.int32)
+    received[1], received[:, 3] = 0, 0
+    rows = int(received.sum())
+    for a, b in zip(expert_order(received.cuda(), rows), expert_order(received, rows), strict=True):
+        assert torch.equal(a.cpu(), b) and a.dtype == b.dtype
+
+
+@pytest.mark.parametrize("shape,experts", [({"efsdp": 2, "ep": 4}, "auto"), ({"efsdp": 4, "ep": 2}, None)])
+def test_local_programs_of_all_ranks(shape, experts):
+    """What eight ranks would run, in lockstep on one GPU, against one device."""
+    g = torch.Generator().manual_seed(0)
+    n = lambda *size, s=1.0: torch.randn(*size, generator=g) * s  # noqa: E731
+    params = {"router": n(D, E, s=D**-0.5), "w_in": n(E, D, 2 * H, s=D**-0.5), "w_out": n(E, H, D, s=H**-0.5)}
+    values = [t.bfloat16() for t in (params["router"], params["w_in"], params["w_out"], n(512, D), n(512, D))]
+
+    def run(router, w_in, w_out, x, target):
+        w, ids = torch.topk(torch.softmax((x @ router).float(), -1), K)
+        y = fs.moe.mlp(x, w_in, w_out, fs.moe.route(ids, E), w)
+        return (y * target).float().sum()
+
+    step = fs.grad(run, argnums=(1, 2, 3))
+    rows, rest = P(("efsdp", "ep")), P("ep", "efsdp") if experts else P(None, ("efsdp", "ep"))
+    low = fs.shard(step, fs.make_mesh(shape, fake=True), experts=experts, in_specs=(P(), rest, rest, rows, rows),
+                   stored_argnums=(0, 1, 2)).lower(*values)  # fmt: skip
+    local = low.local
+    for node in local.graph.nodes:
+        if node.target in FACTORIES:
+            node.update_kwarg("device", torch.device("cuda"))
+    blocks = [[lockstep.cut(x, spec, local.mesh, rank).cuda() for x, spec in zip(values, local.inputs, strict=True)]
+              for rank in range(local.mesh.size)]  # fmt: skip
+    out = lockstep.run(local.graph, local.mesh, blocks)
+    got = lockstep.join(local, [[x.cpu() for x in own] for own in out])
+    one = step(*(v.cuda() for v in values))  # in fp32 another expert might be chosen
+    for a, b in zip(got, one, strict=True):
+        close(a.cuda(), b, tolerance=1e-4)
