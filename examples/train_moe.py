@@ -53,6 +53,7 @@ def parse(argv=None) -> argparse.Namespace:
         p.add_argument(f"--{name}", type=int, default=value, help=f"{text} (default {value})")
     p.add_argument("--lr", type=float, default=4e-3, help="peak learning rate (default 4e-3)")
     p.add_argument("--layout", choices=LAYOUTS, default="dp2ep", help="where parameters rest (default dp2ep)")
+    p.add_argument("--tp", type=int, default=1, help="ranks that share attention heads, beside the layout (default 1)")
     p.add_argument("--mesh", help="axes and sizes, as efsdp=2,ep=2 (default: chosen from layout and ranks)")
     p.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of the arithmetic; masters are fp32")
     p.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
@@ -63,10 +64,12 @@ def parse(argv=None) -> argparse.Namespace:
     elif args.ranks is None:
         gpus = min(torch.cuda.device_count(), 8) if args.device == "cuda" else 4
         args.ranks = 1 << gpus.bit_length() - 1  # a power of two, which divides the default batch
+    if args.ranks % args.tp or args.heads % args.tp or args.kv_heads % args.tp:
+        p.error(f"--tp {args.tp} must divide --ranks {args.ranks}, --heads {args.heads} and --kv-heads {args.kv_heads}")
     if args.batch % (args.ranks * args.micro_batches):
         p.error(f"--batch {args.batch} must be divisible by ranks x micro-batches = {args.ranks * args.micro_batches}")
     # layout, mesh, ... change where the step happens, not what it learns
-    free = ("layout", "mesh", "precision", "device", "ranks")
+    free = ("layout", "mesh", "tp", "precision", "device", "ranks")
     args.default_sizes = all(v == p.get_default(name) for name, v in vars(args).items() if name not in free)
     try:
         args.axes = mesh_axes(args)
@@ -79,11 +82,12 @@ def mesh_axes(args) -> dict[str, int]:
     """The mesh as asked for, or the usual one of a layout: two-way experts or replicas where ranks are even."""
     if args.mesh:
         return {name: int(size) for name, size in (part.split("=") for part in args.mesh.split(","))}
-    two = 2 if args.ranks % 2 == 0 else 1
+    ranks, last = args.ranks // args.tp, {"tp": args.tp} if args.tp > 1 else {}
+    two = 2 if ranks % 2 == 0 else 1
     first = {"fsdp": {}, "hsdp": {"replicate": two}}.get(args.layout)
     if first is None:
-        return {"efsdp": args.ranks // two, "ep": two}
-    return {**first, "efsdp": args.ranks // (two if first else 1)}
+        return {"efsdp": ranks // two, "ep": two, **last}
+    return {**first, "efsdp": ranks // (two if first else 1), **last}
 
 
 def model_config(args) -> qwen3_moe.Config:
@@ -145,7 +149,8 @@ class Trainer:
 
     def __init__(self, args):
         self.args, self.cfg = args, model_config(args)
-        self.mesh = fs.make_mesh(args.axes, device=args.device)
+        model_axes = ("tp",) if "tp" in args.axes else ()
+        self.mesh = fs.make_mesh(args.axes, device=args.device, model_axes=model_axes)
         self.rank = self.mesh.rank
         self.console = Console(quiet=self.rank != 0, soft_wrap=True)
         self.train_text, self.held_text = text_data.standard_library()
@@ -157,7 +162,8 @@ class Trainer:
         self.step = fs.shard(self.plain_step, self.mesh, donate_argnums=(0, 1), **how)
         self.evaluate = fs.shard(make_evaluate(self.cfg), self.mesh, **how)
         described = qwen3_moe.axes(self.cfg)
-        specs = getattr(fs.layouts, args.layout)(self.mesh)(described)
+        layout = getattr(fs.layouts, args.layout)(self.mesh)
+        specs = (fs.layouts.tensor_parallel(layout) if model_axes else layout)(described)
         self.params = fs.init(described, self.mesh, specs, seed=args.seed)
         self.state = self.optimizer.init(self.params)
 
@@ -170,10 +176,13 @@ class Trainer:
 
     def place(self, batch):
         """This rank's rows of a whole batch, joined to one value over the data axes."""
-        rows = {}
+        rows, at, parts = {}, 0, 1
+        for axis, where in self.mesh.coordinates().items():
+            if axis in self.mesh.data_axes:
+                at, parts = at * self.mesh.shape[axis] + where, parts * self.mesh.shape[axis]
         for name, value in batch.items():
-            n = value.shape[0] // self.mesh.size
-            rows[name] = value[self.rank * n : (self.rank + 1) * n].to(self.args.device)
+            n = value.shape[0] // parts
+            rows[name] = value[at * n : (at + 1) * n].to(self.args.device)
         return fs.from_local(rows, self.mesh, fs.P(self.mesh.data_axes))
 
     # ---- before the first step

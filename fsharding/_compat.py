@@ -140,6 +140,12 @@ def under_functorch() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def functorch_level() -> int:
+    """The number of the innermost ``torch.func`` level around us, 0 without one."""
+    top = torch._C._functorch.peek_interpreter_stack()
+    return 0 if top is None else top.level()
+
+
 def has_tangent(x: torch.Tensor) -> bool:
     """Does a tensor carry a forward-mode tangent?"""
     forward_ad = torch.autograd.forward_ad

@@ -1,6 +1,6 @@
 """Indexing, slices, reshapes and order, along and across the split rows; in-place code.
 
-Every function here takes ``(z, y)``: z [24, 8] floating rows, y [24] integer rows below 8. See ``conformance_cases.py``.
+Every function takes ``(z, y)``: z [24, 8] floating rows, y [24] integer rows below 8. See ``conformance_cases.py``.
 """
 
 import einops

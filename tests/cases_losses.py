@@ -1,6 +1,6 @@
 """Losses, statistics and scans: what is summed or scanned along and across the split rows.
 
-Every function here takes ``(z, y)``: z [24, 8] floating rows, y [24] integer rows below 8. See ``conformance_cases.py``.
+Every function takes ``(z, y)``: z [24, 8] floating rows, y [24] integer rows below 8. See ``conformance_cases.py``.
 """
 
 import warnings

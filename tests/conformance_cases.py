@@ -98,7 +98,7 @@ if VERSION >= (2, 14):
 
 @dataclass(frozen=True)
 class Case:
-    """``run(w, x, y)``, its kind (see ``KINDS``) and what it is expected to be: "rule", "fallback", "either" or "refused"."""
+    """``run(w, x, y)``, its kind (see ``KINDS``) and what is expected: "rule", "fallback", "either" or "refused"."""
 
     name: str
     group: str

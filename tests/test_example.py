@@ -60,7 +60,10 @@ def test_batches_depend_on_step_and_seed_alone():
 SMALL = "--layers 1 --hidden 16 --heads 2 --kv-heads 1 --experts 4 --expert-hidden 16 --batch 8 --seq 32 --steps 4"
 
 
-@pytest.mark.parametrize("extra", ["", "--layout hsdp --micro-batches 2"])
+TENSOR = "--tp 2 --heads 4 --kv-heads 2"
+
+
+@pytest.mark.parametrize("extra", ["", "--layout hsdp --micro-batches 2", pytest.param(TENSOR, marks=pytest.mark.slow)])
 def test_a_short_run_on_two_ranks_equals_one_process(extra):
     command = [sys.executable, str(EXAMPLES / "train_moe.py"), "--ranks", "2", "--device", "cpu", *SMALL.split()]
     run = subprocess.run([*command, *extra.split()], capture_output=True, text=True, timeout=120, check=False)

@@ -180,7 +180,7 @@ def test_strided_views_are_decoded_whatever_the_memory():
     """Every slice of contiguous and transposed tensors, against the view itself."""
     import itertools
 
-    from fsharding.program.rules_views import strided_cuts
+    from fsharding.program.rules_strided import strided_cuts
 
     checked = 0
     for shape, order in (((4, 5), (1, 0)), ((4, 5), (0, 1)), ((3, 1, 4), (2, 0, 1)), ((2, 3, 4), (1, 2, 0))):
@@ -363,3 +363,48 @@ def test_0d_values_are_summed_and_turned_like_others():
         assert [g.dtype for g in got] == [torch.int64, torch.int64]
         equal(lambda x, s: s.transpose(0, 0), (X, S), (P("d"), P()), {"d": 2}, stored_argnums=stored)
         equal(lambda x, s: s.flip(0) * x, (X, S), (P("d"), P()), {"d": 2}, stored_argnums=stored)
+
+
+# ---- found by the conformance table ----------------------------------------------------------------------------------
+@pytest.mark.filterwarnings("ignore:.*has no rule")
+def test_rows_that_meet_rows_gather_one_operand_once():
+    """`x @ x.T` over split rows was an error. The first operand stays split; so does the result."""
+    f = fs.value_and_grad(lambda w, x: torch.nn.functional.cross_entropy(x @ w @ (x @ w).T, torch.arange(8)))
+    args, specs, mesh = (W, X), (P("d"), P("d")), fs.make_mesh({"d": 2}, fake=True)
+    with pytest.warns(UserWarning, match=r"test_found\.py:\d+: `mm` has no rule"):
+        got, low = simulate(fs.shard(f, mesh), args, specs)
+    assert worst(got, f(*args)) <= TOLERANCE
+    gathers = [c for c in low.collectives() if c.kind == "fallback" and c.phase == "forward"]
+    assert len(gathers) == 1
+    _, low = simulate(fs.shard(lambda w, x: x @ x.T, mesh), (W, X), (P(), P("d")))
+    assert low.local.outputs[0][1] == (("d",), ())
+
+
+def test_rows_of_other_specs_still_do_not_move():
+    square = torch.randn(8, 8, generator=G)
+    for f in (lambda x, y: x @ y, lambda x, y: x + y):
+        with pytest.raises(fs.ShardingError, match=r"test_found\.py:\d+.*agree"):
+            equal(f, (square, square * 2), (P("d"), P(None, "d")), {"d": 2}, stored_argnums=())
+
+
+def test_views_of_stored_values_that_a_model_axis_cuts():
+    mesh = fs.make_mesh({"d": 2, "tp": 2}, model_axes=("tp",), fake=True)
+    f = fs.value_and_grad(lambda w, x: ((x @ w[:, 1:4]).sin() + w.view(3, 16)[0, :3]).sum(), argnums=(0, 1))
+    with pytest.warns(UserWarning, match="has no rule"):
+        got, _ = simulate(fs.shard(f, mesh), (W, X), (P("d", "tp"), P("d")))
+    assert worst(got, f(W, X)) <= TOLERANCE
+
+
+def test_what_a_library_function_calls_is_seen_too():
+    """Dropout inside of attention inside of `multi_head_attention_forward`."""
+    weights = (torch.ones(18, 6), None, None, None, False, 0.5, torch.ones(6, 6), None)
+    f = lambda w, x: torch.nn.functional.multi_head_attention_forward(x, x, x, 6, 2, *weights)[0]
+    with pytest.raises(fs.ShardingError, match=r"test_found\.py:\d+: .*fs.random"):
+        equal(f, (W, X), (P(), P("d")), {"d": 2})
+
+
+def test_each_row_looks_into_itself_without_moving():
+    y = torch.tensor([3, 0, 1, 5, 2, 2, 4, 1])
+    f = fs.value_and_grad(lambda w, x, y: torch.log_softmax(x @ w, -1)[torch.arange(8), y].mean())
+    got, low = simulate(fs.shard(f, fs.make_mesh({"d": 4}, fake=True), strict=True), (W, X, y), (P(), P("d"), P("d")))
+    assert worst(got, f(W, X, y)) <= TOLERANCE and {c.kind for c in low.collectives()} <= {"all_reduce"}

@@ -1,6 +1,6 @@
 """Random programs: sharded, each must equal one device or be refused.
 
-What is generated. A seed stands for a chain of 2 to 6 torch ops, drawn from the tables below, over a matrix or vector
+What is generated. A seed stands for a chain of 3 to 8 torch ops, drawn from the tables below, over a matrix or vector
 `w` that is stored, rows `x`, integer rows `y`, a bias `b`, a scalar `s` and two constants that the program closes over;
 a mesh of 2 to 6 ranks; a spec for each argument. All numbers are float64. A seed gives two programs: the values that no
 later step uses, and `fs.value_and_grad` of a loss over these w.r.t. all float arguments. All ranks run in lockstep in
@@ -41,6 +41,7 @@ NUDGE, STEADY = 1e-12, 1e-8  # inputs moved by NUDGE must not move one device's 
 MOST = 4000  # elements of one value
 
 MESHES = [{"d": 2}, {"d": 4}, {"d": 3}, {"a": 2, "b": 2}, {"a": 2, "c": 1, "b": 2}, {"d": 2, "e": 3}]
+MESHES += [{"d": 2, "tp": 2}, {"a": 2, "tp": 2, "b": 2}]  # "tp" is a model axis: it may cut w
 W_SHAPES = [(6, 8), (8, 8), (7, 6), (8,), (4, 8), (5, 8), (8, 6)]
 X_SHAPES = [(N, 6), (N, 8), (N, 4, 6), (6, N), (N,)]
 ARGUMENTS, FLOATS = "wxybs", (0, 1, 3, 4)
@@ -234,7 +235,7 @@ def write(r: random.Random, seed: int, args: tuple) -> tuple[str, dict]:
     """A program that runs on one device."""
     values = {"C": torch.zeros(8, 6).double()} if r.random() < 0.3 else {}
     values |= zip(ARGUMENTS, args, strict=True)
-    lines, unused, names = [], [], [f"t{i}" for i in range(r.randint(2, 6))]
+    lines, unused, names = [], [], [f"t{i}" for i in range(r.randint(3, 8))]
     while names:
         try:
             more = draw(r, values, names[0])
@@ -290,7 +291,18 @@ def build(seed: int) -> Case:
     args = (w, x, torch.randint(0, 8, (N,), generator=g), normal(w.shape[-1]), normal())
     source, names = write(r, seed, args)
     sizes = r.choice(MESHES)
-    return Case(seed, source, names["f"], names["loss"], args, sizes, *layout(r, args, sizes))
+    specs, stored = layout(r, args, {axis: n for axis, n in sizes.items() if axis != "tp"})
+    if "tp" in sizes and r.random() < 0.7:
+        specs = (cut(r, w.shape, specs[0], sizes["tp"]), *specs[1:])
+    return Case(seed, source, names["f"], names["loss"], args, sizes, specs, stored)
+
+
+def cut(r: random.Random, shape, spec: P, parts: int) -> P:
+    """The spec with the model axis in front of one dim's axes, where it divides one."""
+    fit = [d for d, n in enumerate(shape) if n % parts == 0]
+    at = r.choice(fit) if fit else None
+    full = [*spec, *[None] * (len(shape) - len(tuple(spec)))]
+    return P(*(("tp", *(axes or ())) if d == at else axes for d, axes in enumerate(full)))
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
@@ -327,7 +339,7 @@ def outcome(case: Case, f: Callable) -> tuple[str, str]:
     want = on_one_device(f, case.args)
     if want is None:
         return "skipped", ""
-    mesh = fs.make_mesh(case.sizes, fake=True)
+    mesh = fs.make_mesh(case.sizes, model_axes=("tp",) if "tp" in case.sizes else (), fake=True)
     try:
         got, _ = simulate(fs.shard(f, mesh, stored_argnums=case.stored), copies(case.args), case.specs)
     except fs.ShardingError as error:

@@ -155,3 +155,22 @@ def test_memory_per_rank(efsdp, ep):
         assert new[1] == old[1] == experts // mesh.size
         assert old[0] <= dense / efsdp + 1010
         assert new[0] <= dense / mesh.size + 1010
+
+
+def test_tensor_parallel_cuts_heads_by_columns_and_rows():
+    mesh = make_mesh({"efsdp": 2, "ep": 2, "tp": 2}, model_axes=("tp",), fake=True)
+    layout = layouts.tensor_parallel(layouts.dp2ep(mesh))
+    tree = {**moe(), "w_q": Param((16, 32), axes=("embed", "heads")), "w_o": Param((32, 16), axes=("heads", "embed")),
+            "b_k": Param((8,), axes=("kv_heads",)), "w_k": Param((15, 8), axes=("embed", "kv_heads"))}
+    got = layout(tree)
+    assert got["w_q"] == P(("efsdp", "ep"), "tp") and got["w_o"] == P("tp", ("efsdp", "ep"))
+    assert got["b_k"] == P("tp") and got["w_k"] == P(("efsdp", "ep"), "tp")
+    for name, spec in layouts.dp2ep(mesh)(moe()).items():
+        assert got[name] == spec
+    assert "heads over tp: leaves with \"heads\"" in repr(layout)
+    assert "needs dim 1 (\"heads\", size 5)" in message(
+        lambda: layout({"w": Param((16, 5), axes=("embed", "heads"))}))
+    assert 'is none of this mesh (it has none)' in message(
+        lambda: layouts.tensor_parallel(layouts.fsdp(mesh_of(efsdp=2, tp=2))))
+    assert "has no rule for any leaf" in message(
+        lambda: layouts.tensor_parallel(Layout("mine", mesh, (Rule("e", "expert", ()),))))

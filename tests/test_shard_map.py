@@ -195,80 +195,7 @@ def test_blocks_must_not_leak(mesh):
     refused("has left the body", fs.shard(lambda x: region(x) + again(x), mesh), x)
 
 
-# ---- types -----------------------------------------------------------------------------------------------------------
-LIBRARY = {
-    "linear": lambda x, w: F.linear(x, w[:3], w[0, :3]),
-    "layer_norm": lambda x, w: F.layer_norm(x, (4,), w[0], w[1]),
-    "rms_norm": lambda x, w: F.rms_norm(x, (4,), w[0]),
-    "embedding": lambda x, w: F.embedding((x > 0).long().sum(1), torch.cat([w, w])),
-    "cross_entropy": lambda x, w: F.cross_entropy(x @ w, (x > 0).long().sum(1).clamp(max=3)),
-    "attention": lambda x, w: F.scaled_dot_product_attention(x[None, None], w[None, None], w[None, None]),
-    "where": lambda x, w: torch.where(x > 0, w[0], w[1] * 2),
-    "index": lambda x, w: w[(x > 0).long().sum(1).clamp(max=3)],
-    "stack": lambda x, w: torch.stack([x[0], w[0]]),
-    "einsum": lambda x, w: torch.einsum("ab,cb->ac", x, w),
-    "in place": lambda x, w: (x * 1).mul_(w[0]),
-    "maximum": lambda x, w: torch.maximum(x, w[0]),
-    "gather": lambda x, w: w[:2].gather(1, (x > 0).long()),
-}
-
-
-@pytest.mark.parametrize("name", LIBRARY)
-@pytest.mark.parametrize("order", [1, 2])
-def test_an_unvarying_value_among_varying_ones(mesh, name, order):
-    """The gradient of a value that all ranks hold is the sum of what each of them makes of it."""
-    x, w, op = randn(8, 4), randn(4, 4, seed=1), LIBRARY[name]
-    body = lambda x, w: fs.psum(op(x, w).sin().sum(), "i")
-    region = fs.shard_map(body, mesh, (P("i"), P()), P())
-    alone = lambda x, w: sum(op(part, w).sin().sum() for part in x.chunk(4))
-
-    def derived(f):
-        g = torch.func.grad(f, argnums=(0, 1))
-        if order == 1:
-            return g
-        return torch.func.grad(lambda x, w: sum((y * y).sum() for y in g(x, w)), argnums=(0, 1))
-
-    if (name, order) == ("attention", 2):
-        pytest.skip("the fused kernel has no second derivative")
-    close(fs.shard(derived(region), mesh)(x, w), derived(alone)(x, w))
-
-
-class Times(torch.autograd.Function):
-    @staticmethod
-    def forward(a, b):
-        return a * b
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx, g):
-        a, b = ctx.saved_tensors
-        return g * b, g * a
-
-
-def test_an_unseen_mixture_of_types_is_found(mesh):
-    def body(x, w):
-        w = w.detach().requires_grad_()
-        return torch.autograd.grad(Times.apply(x, w * 1).sum(), w)[0]
-
-    f = fs.shard_map(body, mesh, (P("i"), P()), P(), check=False)
-    refused(r"a gradient varies over 'i', the value itself does not.*fs.pvary\(x, \('i',\)\)", f, randn(8), randn(2))
-
-
-def test_writing_in_place(mesh):
-    def body(x):
-        z = torch.zeros(2)
-        z[0] = x[0]
-        return z
-
-    message = refused(
-        "`__setitem__` writes a value that varies over 'i'", fs.shard_map(body, mesh, P("i"), P("i")), randn(8)
-    )
-    assert "test_shard_map.py:" in message and "fs.pvary(x, ('i',))" in message
-
-
+# ---- what the body calls ---------------------------------------------------------------------------------------------
 def test_moe_in_a_region_is_the_ranks_own(mesh):
     """Also where tokens would travel over a manual axis in the global view."""
     ep = fs.make_mesh({"efsdp": 4, "ep": 2})
@@ -370,3 +297,41 @@ def test_a_compiled_caller_stops_at_a_sharded_function(mesh):
     close(compiled(x), (x * 2).sin().view(4, 2).sum(0) + 1)
     twice = torch.func.grad(lambda x: torch.func.grad(lambda x: f(x).sum())(x).sum())
     refused("called inside a transform of its result", torch.compile(twice, backend="eager"), x)
+
+
+def test_closures_in_inner_transforms(mesh):
+    """What is entered within an inner transform must not outlive it."""
+    x, w = randn(8, 3), randn(3)
+
+    def of(region):
+        def outer(x, w):
+            v = w * 2
+
+            def body(x):
+                g = torch.func.grad(lambda z: (z * v).sin().sum())(x)
+                h = torch.func.vmap(lambda row: (row * v).sum())(x)
+                return (g * v).sum() + h.sum()
+
+            return region(body)(x)
+
+        return torch.func.grad(outer, argnums=(0, 1))
+
+    by_hand = lambda body: fs.shard_map(lambda x: fs.psum(body(x), "i"), mesh, P("i"), P())
+    close(fs.shard(of(by_hand), mesh)(x, w), of(lambda body: body)(x, w))
+
+
+def test_constants_fit_every_region(mesh):
+    def inner(c, y):
+        return c * fs.axis_index("j") + y, torch.ones(2)
+
+    def outer(x):
+        region = fs.shard_map(inner, mesh, (P("j"), P()), (P("j"), P()), axis_names={"j"})
+        a, b = region(torch.arange(2.0), x.sum()[None])
+        return fs.psum(a + b, "i") * fs.axis_index("i")
+
+    x = randn(8)
+    want = torch.cat([(torch.tensor([0.0, 1.0]) * 4 + x.sum() + 4) * k for k in range(4)])
+    close(fs.shard_map(outer, mesh, P("i"), P("i"), axis_names={"i"})(x), want)
+    kept = []
+    region = fs.shard_map(lambda x: kept.append(fs.axis_index("i")) or x, mesh, P("i"), P("i"))
+    refused("has left the body", fs.shard(lambda x: region(x) + kept[-1], mesh), x)

@@ -16,7 +16,7 @@ from ..errors import ShardingError
 from .mesh import Mesh
 from .spec import P
 
-__all__ = ["Layout", "Rule", "dp2ep", "fsdp", "hsdp", "legacy_ep"]
+__all__ = ["Layout", "Rule", "dp2ep", "fsdp", "hsdp", "legacy_ep", "tensor_parallel"]
 
 ANY = "any dim"
 
@@ -165,6 +165,31 @@ def dp2ep(mesh: Mesh) -> Layout:
 def legacy_ep(mesh: Mesh) -> Layout:
     """Dense leaves over "efsdp" only, so that they are replicated over ep; experts as in ``dp2ep``."""
     return Layout("legacy_ep", mesh, (*_experts(), _dense(mesh, ("efsdp",))))
+
+
+def tensor_parallel(layout: Layout, axis: str = "tp", cut: Sequence[str] = ("heads", "kv_heads")) -> Layout:
+    """A layout with tensor parallelism beside it: these logical axes are cut over a model axis (Shoeybi et al. 2019).
+
+    A weight that makes heads is cut by columns, the one that takes them by rows: each rank computes its heads, and one
+    sum over ``axis`` joins them. Where another dim is free it rests over the layout's data axes as before. Experts keep
+    their own rules. Norms and what lies between such blocks are computed on every rank of the axis.
+
+    Raises ShardingError for an axis that is no model axis, for a layout without a rule for any leaf, and, at a leaf,
+    for a dim that the axis does not divide.
+    """
+    if axis not in layout.mesh.model_axes:
+        known = ", ".join(layout.mesh.model_axes) or "none"
+        raise ShardingError(f'tensor_parallel cuts over a model axis; "{axis}" is none of this mesh (it has {known}). '
+                            f'Make the mesh with model_axes=("{axis}",).')
+    general = [rule for rule in layout.rules if rule.leaf is None]
+    if not general:
+        raise ShardingError(f"The layout {layout.name} has no rule for any leaf, to which the axis could be added.")
+    rest = tuple((ANY, axes) for _, axes in general[0].cut)
+    own = [rule for rule in layout.rules if rule.leaf is not None]
+    for name in cut:
+        own += [Rule(f"{name} over {axis}", name, ((name, (axis,)), *rest), even=(name,)),
+                Rule(f"{name} over {axis}, nothing else to cut", name, ((name, (axis,)),), even=(name,))]
+    return Layout(f"{layout.name} and {axis}", layout.mesh, (*own, *general))
 
 
 def _experts() -> tuple[Rule, Rule]:

@@ -1,8 +1,7 @@
 """Values on a mesh: from plain tensors to DTensor leaves and back, and from any spec to any other.
 
-All leaves that we make are DTensors on ``mesh.leaf_mesh`` with explicit global shape and contiguous strides. Every
-byte moves by our own code on our own groups: DTensor's multi-axis redistribute is neither needed nor trusted for
-uneven dims.
+All leaves that we make are DTensors on ``mesh.leaf_mesh`` with explicit global shape and contiguous strides. Bytes
+move by our own code on our own groups: DTensor's multi-axis redistribute is not trusted for uneven dims.
 """
 
 from __future__ import annotations
@@ -14,12 +13,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from .. import _compat
 from .. import tree as trees
 from ..errors import ShardingError
 from . import worlds
+from .blocks import BlockLayout, as_bytes, exchange_blocks, keep_overlap
 from .mesh import Mesh, agree, mesh_of
 from .simulate import PerRank, SimulatedTensor, blocks_of, simulated
 from .spec import (
@@ -31,10 +31,8 @@ from .spec import (
     inside,
     local_slices,
     normalize,
-    numel,
-    overlap,
     padded_shape,
-    relative,
+    short_dtype,
     to_placements,
 )
 
@@ -154,7 +152,7 @@ def describe(leaf: Any) -> str:
         return "" if entry is None else f"@{entry}" if isinstance(entry, str) else f"@({','.join(entry)})"
 
     sizes = ", ".join(f"{size}{cut(entry)}" for size, entry in zip(leaf.shape, entries, strict=True))
-    return f"{_short(leaf.dtype)}[{sizes}]"
+    return f"{short_dtype(leaf.dtype)}[{sizes}]"
 
 
 # ---- for the rest of the library -----------------------------------------------------------------------------------
@@ -216,7 +214,7 @@ def _put(leaf: Any, mesh: Mesh, dims: Dims, path: str) -> Any:
         block = lambda rank: block_of(leaf, mesh, dims, rank)
         return wrap_blocks(block, mesh, dims, leaf.shape).requires_grad_(leaf.requires_grad)
     if not _is_on(leaf, mesh, dims):
-        raise ShardingError(f"{_at(path)} is already sharded: it is {describe(leaf)} on {_mesh_text(leaf)}, but the "
+        raise ShardingError(f"{_at(path)} is already sharded: it is {describe(leaf)} on {mesh_of(leaf.device_mesh) or leaf.device_mesh}, but the "
                             f"spec asks for {_spec(dims)} on {mesh!r}. Call reshard(...) to move it.")
     return _own(leaf, mesh, dims)
 
@@ -236,8 +234,8 @@ def _own(leaf: DTensor, mesh: Mesh, dims: Dims) -> DTensor:
 
 
 def _wrap_piece(leaf: torch.Tensor, mesh: Mesh, dims: Dims) -> DTensor:
-    shape = [size * mesh.axes_size(axes) for size, axes in zip(leaf.shape, dims, strict=True)]
-    return wrap_local(leaf.detach().to(mesh.device), mesh, dims, shape).requires_grad_(leaf.requires_grad)
+    local = leaf.detach().to(mesh.device)
+    return wrap_local(local, mesh, dims, _joined(leaf, mesh, dims)).requires_grad_(leaf.requires_grad)
 
 
 def _simulated_pieces(tree, paths, leaves, dims, mesh: Mesh) -> list:
@@ -249,20 +247,23 @@ def _simulated_pieces(tree, paths, leaves, dims, mesh: Mesh) -> list:
         if not isinstance(given, PerRank):
             if axes_of(axes):
                 raise ShardingError(f"{_at(path)} is one tensor, but in fs.simulate from_local needs each rank's own "
-                                    "piece: pass world.each(lambda rank: ...), or place the full value with device_put.")
+                                    "piece: pass world.each(f), or place the full value with device_put.")
             given = PerRank([leaf] * mesh.size)
         for rank, piece in enumerate(given):
             if piece.shape != leaf.shape or piece.dtype != leaf.dtype:
                 raise ShardingError(f"The ranks give from_local different pieces of {_at(path)}: rank 0 has "
                                     f"{describe(leaf)}, rank {rank} has {describe(piece)}. All ranks must bring the "
                                     "same shape, dtype and spec: pad the last batch or drop it.")
-        shape = [size * mesh.axes_size(a) for size, a in zip(leaf.shape, axes, strict=True)]
-        out.append(wrap_blocks(lambda rank, given=given: given[rank].detach(), mesh, axes, shape))
+        out.append(wrap_blocks(lambda rank, g=given: g[rank].detach(), mesh, axes, _joined(leaf, mesh, axes)))
     return out
 
 
+def _joined(piece: torch.Tensor, mesh: Mesh, dims: Dims) -> list[int]:
+    return [size * mesh.axes_size(axes) for size, axes in zip(piece.shape, dims, strict=True)]
+
+
 def _compare_pieces(paths, leaves, dims, mesh: Mesh) -> None:
-    rows = [[path, str(_spec(axes)), _short(leaf.dtype), list(leaf.shape)]
+    rows = [[path, str(_spec(axes)), short_dtype(leaf.dtype), list(leaf.shape)]
             for path, leaf, axes in zip(paths, leaves, dims, strict=True) if isinstance(leaf, torch.Tensor)]
     answers = agree(mesh, "from_local", json.dumps(rows))
     if len(answers) < 2:
@@ -317,7 +318,7 @@ def _all_gather(local: torch.Tensor, width: int, group: dist.ProcessGroup) -> to
     padded[:local.numel()].copy_(local.reshape(-1))
     out = local.new_empty(group.size() * width)
     if width:
-        _compat.all_gather_flat(_bytes(out), _bytes(padded), group)
+        _compat.all_gather_flat(as_bytes(out), as_bytes(padded), group)
     return out.view(group.size(), width)
 
 
@@ -329,10 +330,7 @@ def _members(mesh: Mesh, axes: Sequence[str]) -> list[dict[str, int]]:
 
 
 def _foreign_full(leaf: DTensor) -> torch.Tensor:
-    # One mesh dim at a time, minor ones first: a DeviceMesh whose dims were flattened would merge the steps into one
-    # gather, which misplaces the elements of uneven dims.
-    from torch.distributed.tensor import Replicate
-
+    # One mesh dim at a time, minor ones first: flattened dims would merge into one gather, wrong for uneven ones.
     placements = list(leaf.placements)
     for index in reversed(range(len(placements))):
         placements[index] = Replicate()
@@ -348,7 +346,7 @@ def _reshard(path: str, leaf: Any, dims: Dims, mesh: Mesh) -> Any:
         return _own(leaf, mesh, dims)
     old = mesh_of(leaf.device_mesh)
     if old is None:
-        raise ShardingError(f"{_at(path)} lives on {_mesh_text(leaf)}, which make_mesh did not make. Get its full "
+        raise ShardingError(f"{_at(path)} lives on {mesh_of(leaf.device_mesh) or leaf.device_mesh}, which make_mesh did not make. Get its full "
                             "value with device_get(...) and place that, or join local pieces with from_local(...).")
     if old.fake != mesh.fake or old.size != mesh.size:
         raise ShardingError(f"{_at(path)} lives on {old!r}; reshard moves it only to a mesh over the same ranks, and "
@@ -357,72 +355,13 @@ def _reshard(path: str, leaf: Any, dims: Dims, mesh: Mesh) -> Any:
     if isinstance(leaf, SimulatedTensor):
         return _put(_gather(path, leaf), mesh, dims, path)
     _check_local(path, leaf, old, dims_of(leaf))
-    source, target = _Layout(leaf.shape, old, dims_of(leaf)), _Layout(leaf.shape, mesh, dims)
+    source, target = BlockLayout(leaf.shape, old, dims_of(leaf)), BlockLayout(leaf.shape, mesh, dims)
     local, rank = _compat.local_of(leaf), mesh.rank
     if all(inside(target.block(r), source.block(r)) for r in range(mesh.size)):
-        new = _keep(local, source.block(rank), target.block(rank))
+        new = keep_overlap(local, source.block(rank), target.block(rank))
     else:
-        new = _exchange(local, source, target, rank, old)
+        new = exchange_blocks(local, source, target, rank, old)
     return wrap_local(new.to(mesh.device), mesh, dims, leaf.shape).requires_grad_(leaf.requires_grad)
-
-
-class _Layout:
-    """Which rank holds which block of one value."""
-
-    def __init__(self, shape: Sequence[int], mesh: Mesh, dims: Dims):
-        self.shape, self.mesh, self.dims = tuple(shape), mesh, dims
-        self.cut = mesh.sort_axes(axes_of(dims))
-        self.free = tuple(axis for axis in mesh.axis_names if axis not in self.cut)
-        self.copies = mesh.axes_size(self.free)
-
-    def block(self, rank: int) -> tuple[slice, ...]:
-        return local_slices(self.shape, self.dims, self.mesh.shape, self.mesh.coordinates(rank))
-
-    def sends(self, sender: int, receiver: int) -> bool:
-        """Of all ranks that hold the sender's block, is this the one that serves the receiver?
-
-        The receiver itself if it is among them, else one by the receiver's number, so that copies share the work.
-        """
-        mine, theirs = self.mesh.coordinates(sender), self.mesh.coordinates(receiver)
-        if all(mine[axis] == theirs[axis] for axis in self.cut):
-            return sender == receiver
-        place = 0
-        for axis in self.free:
-            place = place * self.mesh.shape[axis] + mine[axis]
-        return place == receiver % self.copies
-
-
-def _keep(local: torch.Tensor, held: tuple[slice, ...], wanted: tuple[slice, ...]) -> torch.Tensor:
-    """A new block with what this rank holds of it already."""
-    new = local.new_empty([s.stop - s.start for s in wanted])
-    if cut := overlap(held, wanted):
-        new[relative(cut, wanted)].copy_(local[relative(cut, held)])
-    return new
-
-
-def _exchange(local: torch.Tensor, source: _Layout, target: _Layout, rank: int, mesh: Mesh) -> torch.Tensor:
-    held, wanted = source.block(rank), target.block(rank)
-    out_cuts = [overlap(held, target.block(r)) if r != rank and source.sends(rank, r) else None
-                for r in range(mesh.size)]
-    in_cuts = [overlap(wanted, source.block(r)) if r != rank and source.sends(r, rank) else None
-               for r in range(mesh.size)]
-    pieces = [local[relative(cut, held)].reshape(-1) for cut in out_cuts if cut]
-    width = local.element_size()
-    sent = _bytes(torch.cat(pieces)) if pieces else local.new_empty(0, dtype=torch.uint8)
-    send_sizes, get_sizes = ([numel(cut) * width for cut in cuts] for cuts in (out_cuts, in_cuts))
-    got = sent.new_empty(sum(get_sizes))
-    dist.all_to_all_single(got, sent, get_sizes, send_sizes, group=mesh.group(mesh.axis_names))
-    new = _keep(local, held, wanted)
-    for cut, piece in zip(in_cuts, got.split(get_sizes), strict=True):
-        if cut:
-            view = new[relative(cut, wanted)]
-            view.copy_(piece.view(local.dtype).view(view.shape))
-    return new
-
-
-# ---- small things --------------------------------------------------------------------------------------------------
-def _bytes(flat: torch.Tensor) -> torch.Tensor:
-    return flat.view(torch.uint8)
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -454,17 +393,5 @@ def _spec(dims: Dims) -> P:
     return P(*entries)
 
 
-def _mesh_text(leaf: DTensor) -> str:
-    return repr(mesh_of(leaf.device_mesh) or leaf.device_mesh)
-
-
 def _at(path: str) -> str:
     return path or "the value"
-
-
-def _short(dtype: torch.dtype) -> str:
-    name = str(dtype).removeprefix("torch.")
-    for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c")):
-        if name.startswith(long):
-            return short + name.removeprefix(long).replace("_", "")
-    return name

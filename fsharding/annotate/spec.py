@@ -24,7 +24,7 @@ from .._compat import StridedShard
 from ..errors import ShardingError
 
 __all__ = ["P", "axes_of", "check_sizes", "from_placements", "inside", "local_slices", "normalize", "numel", "overlap",
-           "padded_shape", "relative", "shard_sizes", "to_placements"]
+           "padded_shape", "relative", "shard_sizes", "short_dtype", "to_placements"]
 
 Entry = None | str | tuple[str, ...]
 Dims = tuple[tuple[str, ...], ...]
@@ -291,3 +291,12 @@ def _shard_of(placement: Placement, axis: str) -> tuple[int, int]:
         raise ShardingError(f'The tensor is a pending sum ({placement}) over axis "{axis}", which no P describes. '
                             "Redistribute it to Shard or Replicate first.")
     raise ShardingError(f'The placement {placement} over axis "{axis}" has no P. Use Shard or Replicate.')
+
+
+def short_dtype(dtype) -> str:
+    """``torch.bfloat16`` -> ``bf16``."""
+    name = str(dtype).removeprefix("torch.")
+    for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c")):
+        if name.startswith(long):
+            return short + name.removeprefix(long).replace("_", "")
+    return name

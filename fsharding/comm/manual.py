@@ -95,16 +95,14 @@ TRANSFER.update({
 })  # fmt: skip
 
 
-def _into(node, outside):
-    axes, outside = _axes(node.args[2]), outside or frozenset()
-    return False if axes & outside else axes | outside
-
-
-def _out_of(node, inside):
+def _into(node, outside, sure):
     axes = _axes(node.args[2])
-    if inside is None:  # a constant, the same block everywhere
-        return frozenset()
-    return inside - axes if axes <= inside else False
+    return None if axes & outside else axes | outside
+
+
+def _out_of(node, inside, sure):
+    axes = _axes(node.args[2])
+    return inside - axes if axes <= inside or not sure else None
 
 
 BORDER.update({to_local_raw: _into, to_global_raw: _out_of})

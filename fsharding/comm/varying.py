@@ -92,6 +92,7 @@ class Region:
     def __init__(self, name: str, mesh, axes: tuple[str, ...], outer: Region | None, enter: Callable):
         self.name, self.mesh, self.axes, self.enter = name, mesh, axes, enter
         self.manual = axes if outer is None else mesh.sort_axes((*axes, *outer.manual))
+        self.level = compat.functorch_level()
         self.before = set(compat.current_tracer().graph.nodes)
         self._entered: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -104,6 +105,8 @@ class Region:
         node = compat.node_of(x)
         if node is None or not (is_placed(node) or (node in self.before and node.op != "get_attr")):
             return x
+        if compat.functorch_level() != self.level:  # what is made in an inner transform does not outlive it
+            return self.enter(x)
         if id(x) not in self._entered:
             self._entered[id(x)] = (x, self.enter(x))  # keeps x alive: its id stands for it
         return self._entered[id(x)][1]
@@ -254,26 +257,29 @@ def mark_regions(graph: fx.Graph, free) -> None:
     Raises:
         ShardingError: a value from outside meets a block unseen, or a block has left its body other than by return.
     """
-    found: dict[fx.Node, Axes | None] = dict.fromkeys(free)
+    # Manual axes by node. What was made of constants alone fits any region that has at least its axes.
+    exact: dict[fx.Node, Axes] = {}
+    loose: dict[fx.Node, Axes] = dict.fromkeys(free, _NONE)
     for node in graph.nodes:
         if node.op != "call_function":
-            found.setdefault(node, _NONE)
+            if node not in loose:
+                exact[node] = _NONE
             continue
-        border = BORDER.get(node.target)
-        operands = {found[n] for n in node.all_input_nodes} - {None}
-        if len(operands) > 1 or (border and border(node, *(operands or {None})) is False):
+        sure = {exact[n] for n in node.all_input_nodes if n in exact}
+        union = _NONE.union(*sure, *(loose[n] for n in node.all_input_nodes if n in loose))
+        border = BORDER.get(node.target, lambda node, inside, sure: inside)
+        found = border(node, union, bool(sure)) if len(sure) <= 1 and union in (sure or {union}) else None
+        if found is None:
             line = node.meta.get("custom", {}).get("line")
             raise ShardingError(
                 f"{line}: a value from outside of a `shard_map` meets a block of its body where `fs` cannot see it (in "
                 "a `torch.autograd.Function`?), or a block has left the body other than as a result. Pass the one as "
                 "an argument, and return the other."
             )
-        found[node] = next(iter(operands), None)
-        if border is not None:
-            found[node] = border(node, found[node])
-        if found[node]:
-            node.meta["custom"] = {**node.meta.get("custom", {}), "manual": tuple(sorted(found[node]))}
+        (exact if sure else loose)[node] = found
+        if found:
+            node.meta["custom"] = {**node.meta.get("custom", {}), "manual": tuple(sorted(found))}
 
 
 BORDER: dict[Callable, Callable] = {}
-"""Raw op -> (node, manual axes of its operand) -> those of its result; False for an operand that is out of place."""
+"""Raw op -> (node, manual axes of its operand, are they sure) -> those of its result; None: it is out of place."""

@@ -76,7 +76,9 @@ def _to_sources(y, rows):
 
 # ---- the schedule ----------------------------------------------------------------------------------------------------
 def _tiles(perm, group_sizes, k):
-    rows, ends = (perm // k).to(torch.int32), group_sizes.cumsum(0, dtype=torch.int32)
+    rows = (perm // k).to(torch.int32)
+    # a routing that was changed by hand must not lead a kernel out of its operands
+    ends = group_sizes.cumsum(0, dtype=torch.int32).clamp_(0, perm.shape[0])
     if perm.is_cuda and fast.present():
         return rows, ends, *fast.kernel("routing", "schedule_launch")(ends, perm.shape[0])
     sizes, groups = group_sizes.long(), group_sizes.shape[0]

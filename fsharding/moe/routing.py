@@ -56,7 +56,8 @@ def route(ids: torch.Tensor, num_experts: int) -> Routing:
 
 def dispatch(x: torch.Tensor, routing: Routing) -> torch.Tensor:
     """Rows grouped by expert: [T, D] -> [T·k, D]. Between this and :func:`combine` only row-wise ops are legal."""
-    (x,) = operands(x)
+    x, *way = operands(x, *routing[:3])
+    routing = Routing(*way, *routing[3:])
     tokens = routing.perm.shape[0] // routing.top_k
     if x.ndim != 2 or x.shape[0] != tokens:
         raise ShardingError(f"`dispatch` takes x of shape [{tokens}, D] for this routing, got {tuple(x.shape)}.")
@@ -65,7 +66,8 @@ def dispatch(x: torch.Tensor, routing: Routing) -> torch.Tensor:
 
 def combine(y: torch.Tensor, weights: torch.Tensor, routing: Routing) -> torch.Tensor:
     """Back to token order, weighted: [T·k, D], [T, k] -> [T, D]; sums in float32, returns ``y``'s dtype."""
-    y, weights = operands(y, weights)
+    y, weights, *way = operands(y, weights, *routing[:3])
+    routing = Routing(*way, *routing[3:])
     rows = routing.perm.shape[0]
     if y.ndim != 2 or y.shape[0] != rows or tuple(weights.shape) != (rows // routing.top_k, routing.top_k):
         raise ShardingError(
@@ -77,7 +79,8 @@ def combine(y: torch.Tensor, weights: torch.Tensor, routing: Routing) -> torch.T
 
 def expand(b: torch.Tensor, routing: Routing) -> torch.Tensor:
     """Per-expert values to rows, as for biases: [E, X] -> [T·k, X]."""
-    (b,) = operands(b)
+    b, *way = operands(b, *routing[:3])
+    routing = Routing(*way, *routing[3:])
     if b.ndim != 2 or b.shape[0] != routing.num_experts:
         raise ShardingError(f"`expand` takes [{routing.num_experts}, X] for this routing, got {tuple(b.shape)}.")
     return ops.expand(b, routing.group_sizes, routing.perm.shape[0])

@@ -5,6 +5,7 @@ Legend: B batch, H query heads, G key/value heads (H a multiple of G), Q query p
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -86,17 +87,70 @@ def _flash(q, mask):
 def _cuda_forward(q, k, v, mask, causal, scale):
     if not _flash(q, mask):
         return _math_forward(q, k, v, mask, causal, scale)
+    if _cudnn(q, k, causal):
+        return _cudnn_forward(q, k, v, causal, scale)
     return A._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)[:2]
 
 
 def _cuda_backward(g, q, k, v, out, lse, mask, causal, scale):
     if not _flash(q, mask):
         return _math_backward(g, q, k, v, out, lse, mask, causal, scale)
+    if _cudnn(q, k, causal):
+        return _cudnn_backward(g, q, k, v, out, lse, causal, scale)
     seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # no dropout: read by nobody
     length = (q.shape[2], k.shape[2])
     return A._scaled_dot_product_flash_attention_backward(
         g.contiguous(), q, k, v, out, lse, None, None, *length, 0.0, causal, seed, seed[0], scale=scale
     )
+
+
+# ---- cuDNN: the fastest kernels on Hopper, if this build has them and they agree with the formula -------------------
+def _cudnn_forward(q, k, v, causal, scale):
+    out, lse = A._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)[:2]
+    return out, lse.reshape(q.shape[:3])
+
+
+def _cudnn_backward(g, q, k, v, out, lse, causal, scale):
+    seed = torch.zeros((), dtype=torch.int64, device=q.device)  # no dropout: read by nobody
+    length = (q.shape[2], k.shape[2])
+    if _cudnn_lse_dims(q.device) == 4:
+        lse = lse.unsqueeze(-1)
+    return A._scaled_dot_product_cudnn_attention_backward(
+        g, q, k, v, out, lse, seed, seed, None, None, None, *length, 0.0, causal, scale=scale
+    )
+
+
+@functools.cache
+def _cudnn_lse_dims(device) -> int:
+    q = torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16, device=device)
+    return A._scaled_dot_product_cudnn_attention(q, q, q, None, True, 0.0, True, False, scale=1.0)[1].ndim
+
+
+def _cudnn(q, k, causal) -> bool:
+    if q.shape[2] != k.shape[2] or q.shape[2] % 64 or torch.cuda.get_device_capability(q.device)[0] < 9:
+        return False
+    return _cudnn_agrees(q.device, q.dtype, q.shape[1], k.shape[1], q.shape[3], causal)
+
+
+@functools.cache
+def _cudnn_agrees(device, dtype, heads, groups, dim, causal) -> bool:
+    """A small trial, forward and backward, against the formula; once for each kind of call. Never inside a capture."""
+    if torch.cuda.is_current_stream_capturing():
+        return False
+    g = torch.Generator(device=device).manual_seed(0)
+    shape = lambda n: (1, 128, n, dim)  # noqa: E731 - as the callers' tensors lie in memory
+    make = lambda n: torch.randn(shape(n), generator=g, device=device).to(dtype).transpose(1, 2)  # noqa: E731
+    q, k, v, cotangent = make(heads), make(groups), make(groups), make(heads)
+    scale = 1.0 / math.sqrt(dim)
+    try:
+        out, lse = _cudnn_forward(q, k, v, causal, scale)
+        got = (out, lse, *_cudnn_backward(cotangent, q, k, v, out, lse, causal, scale))
+    except (RuntimeError, TypeError, AttributeError):
+        return False
+    out, lse = _math_forward(q, k, v, None, causal, scale)
+    want = (out, lse, *_math_backward(cotangent, q, k, v, out, lse, None, causal, scale))
+    pairs = zip(got, want, strict=True)
+    return all(a.shape == b.shape and bool((a - b).abs().max() <= 0.03 * b.abs().max()) for a, b in pairs)
 
 
 def _rows_first(x):

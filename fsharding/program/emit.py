@@ -83,9 +83,10 @@ class Emitter:
     # ---- collectives ----------------------------------------------------------------------------------------------
     def collective(self, kind: str, axes: tuple[str, ...], target, x: fx.Node, *args) -> fx.Node:
         """One ``_c10d_functional`` op over the group of ``axes`` and its wait."""
+        x = self.contiguous(x)  # a copy is no collective: it must not carry the note of one
         note, alias = self.note, self.mesh.alias(axes)
         self.note = {**note, "collective": kind, "axes": self.mesh.sort_axes(axes)}
-        started = self.call(target, self.contiguous(x), *args, alias)
+        started = self.call(target, x, *args, alias)
         self.note = note
         return self.call(C.wait_tensor.default, started)
 

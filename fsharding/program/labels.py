@@ -81,7 +81,8 @@ def label_rule(rule: str | Callable[..., str]) -> Callable:
         labels = fixed or parse(_ask(p, rule, node))
         return _serve(p, node, args, kwargs, labels)
 
-    serve.__doc__ = f"`{rule}`" if isinstance(rule, str) else f"labels by `{getattr(rule, '__name__', 'a function')}`"
+    said = getattr(rule, "__doc__", None) or f"labels by `{getattr(rule, '__name__', 'a function')}`"
+    serve.__doc__ = f"`{rule}`" if isinstance(rule, str) else said
     return serve
 
 

@@ -28,7 +28,6 @@ from fsharding.program.partition import Input, LocalProgram
 from fsharding.program.regions import compile_regions
 from fsharding.program.trace import GlobalProgram
 
-
 BACKENDS = ("eager", "inductor", "cudagraph")
 
 
@@ -128,7 +127,14 @@ def _runner(lowered: Lowered) -> Callable:
         return run
     owner = memory_of(local.graph)
     results = list(local.graph.nodes)[-1].args[0]
-    return Captured(run, [i.kind == "stored" for i in local.inputs], [owner[n].op == "placeholder" for n in results])
+    sizes = [n.meta["val"].nbytes for n in local.graph.nodes if n.op == "placeholder"]
+    # Donated memory is written by the graph itself; other large stored values are read where they are, and small ones
+    # copied, wherever each call brings them.
+    fixed = [
+        i in lowered.donated or (given.kind == "stored" and size > 2**20)
+        for i, (given, size) in enumerate(zip(local.inputs, sizes, strict=True))
+    ]
+    return Captured(run, fixed, [owner[n].op == "placeholder" for n in results])
 
 
 class Program:

@@ -9,12 +9,14 @@ import torch
 
 from fsharding.comm import shards
 from fsharding.moe import ops as moe_ops
-from fsharding.program import cross_entropy, rules_mlp, update
+from fsharding.program import cross_entropy, rules_lookup, rules_mlp, update
 from fsharding.program import rules_batch as batch
+from fsharding.program import rules_index as ind
 from fsharding.program import rules_manual as by_hand
 from fsharding.program import rules_moe as moe
 from fsharding.program import rules_pointwise as pw
 from fsharding.program import rules_reduce as red
+from fsharding.program import rules_strided as strided
 from fsharding.program import rules_views as views
 from fsharding.program.attention import attention_backward_raw, attention_raw
 from fsharding.program.partition import Partition
@@ -236,8 +238,8 @@ RULES = {
     A.flip.default: views.flip,
     A.constant_pad_nd.default: views.pad,
     A.repeat.default: views.repeat,
-    A.as_strided.default: views.as_strided,
-    A.as_strided_scatter.default: views.as_strided_scatter,
+    A.as_strided.default: strided.as_strided,
+    A.as_strided_scatter.default: strided.as_strided_scatter,
     A.select_scatter.default: views.select_scatter,
     # reductions and products
     **{op: red.sum_ for op in (A.sum.default, A.sum.dim_IntList)},
@@ -290,11 +292,11 @@ RULES = {
     **{op: red.along([0, 2], red.arg(1)) for op in (A.scatter.value,)},
     **{op: red.along([0, 1], red.arg(2, default=0)) for op in (A.slice_scatter.default,)},
     **{op: red.along([0], _last_two) for op in (A.tril.default, A.triu.default)},
-    A.embedding.default: red.embedding,
-    A.embedding_dense_backward.default: red.embedding_backward,
-    A.index.Tensor: red.index,
-    A.index_put.default: red.index_put,
-    A.index_select.default: red.index_select,
+    A.embedding.default: rules_lookup.embedding,
+    A.embedding_dense_backward.default: rules_lookup.embedding_backward,
+    A.index.Tensor: ind.index,
+    A.index_put.default: ind.index_put,
+    A.index_select.default: ind.index_select,
     # local in the batch dims
     **batch.RULES,
     # whole kernels

@@ -97,10 +97,10 @@ def mlp(p: Partition, node, args, kwargs):
 def mlp_backward(p: Partition, node, args, kwargs):
     """Gradients of tokens where these are, of experts where they rest: sums are pending over the axes that split tokens
     but not experts."""
-    (g, x, w_in, w_out, weights, h), activation, needs = args[:6], *args[13:]
+    activation, needs = args[13:]
     state = _state(p, args[6:13])
-    x, w_in, w_out, weights = _operands(p, state, x, w_in, w_out, weights)
-    g, h = _whole_features(p, moe._tokens(p, g, state)), moe._rows(p, h, state)
+    x, w_in, w_out, weights = _operands(p, state, *args[1:5])
+    g, h = _whole_features(p, moe._tokens(p, args[0], state)), moe._rows(p, args[5], state)
     schedule = _schedule(p, state)
     if state.dispatcher.moves:
         made = _moved_backward(p, state, (g, x, w_in, w_out, weights, h), schedule, activation, needs)

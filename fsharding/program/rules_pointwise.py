@@ -48,7 +48,10 @@ def to_copy(p, node, args, kwargs):
     x = args[0]
     if dtype is None or (isinstance(x, Placed | Stored) and dtype_of(x.node) == dtype):
         return x
-    return pointwise(p, node, args, {"dtype": dtype})
+    made = pointwise(p, node, args, {"dtype": dtype})
+    if isinstance(made, Stored) and isinstance(x, Stored):
+        made.name = x.name  # the same leaf, in another dtype
+    return made
 
 
 def copy(p, node, args, kwargs):

@@ -51,7 +51,7 @@ def _later(p: Partition, node, x: Stored | Viewed, apply, shape) -> Viewed:
     return Viewed(x, at, shape)
 
 
-def _result(p, out, shape, dims, x):
+def result(p, out, shape, dims, x):
     return Placed(out, tuple(shape), tuple(dims), x.partial)
 
 
@@ -60,7 +60,7 @@ def reshape(p, node, x, sizes, *rest, **kwargs):
     """Axes follow their dims; a split that would interleave blocks is refused."""
     shape = tuple(node.meta["val"].shape)
     dims = reshaped_dims(p, x.shape, shape, x.dims)
-    return _result(p, p.emit.reshape(x.node, p.local_shape(shape, dims)), shape, dims, x)
+    return result(p, p.emit.reshape(x.node, p.local_shape(shape, dims)), shape, dims, x)
 
 
 def reshaped_dims(p: Partition, before, after, dims):
@@ -130,7 +130,7 @@ def groups(before, after):
 def permute(p, node, x, order):
     """Axes go with their dims."""
     order = [d % x.ndim for d in order]
-    return _result(p, p.emit.permute(x.node, order), [x.shape[d] for d in order], [x.dims[d] for d in order], x)
+    return result(p, p.emit.permute(x.node, order), [x.shape[d] for d in order], [x.dims[d] for d in order], x)
 
 
 @view_rule
@@ -139,14 +139,14 @@ def transpose(p, node, x, a, b):
     order = list(range(x.ndim))
     if order:  # a 0-d value may be transposed as well
         order[a], order[b] = order[b], order[a]
-    return _result(p, p.emit.permute(x.node, order), [x.shape[d] for d in order], [x.dims[d] for d in order], x)
+    return result(p, p.emit.permute(x.node, order), [x.shape[d] for d in order], [x.dims[d] for d in order], x)
 
 
 @view_rule
 def matrix_transpose(p, node, x):
     """Axes go with their dims."""
     order = list(range(x.ndim))[::-1]
-    return _result(p, p.emit.permute(x.node, order), x.shape[::-1], x.dims[::-1], x)
+    return result(p, p.emit.permute(x.node, order), x.shape[::-1], x.dims[::-1], x)
 
 
 @view_rule
@@ -156,7 +156,7 @@ def unsqueeze(p, node, x, dim):
     shape, dims = list(x.shape), list(x.dims)
     shape.insert(dim, 1)
     dims.insert(dim, ())
-    return _result(p, p.emit.call(A.unsqueeze.default, x.node, dim), shape, dims, x)
+    return result(p, p.emit.call(A.unsqueeze.default, x.node, dim), shape, dims, x)
 
 
 @view_rule
@@ -166,7 +166,7 @@ def squeeze(p, node, x, dim=None):
     drop = {d % x.ndim for d in dims if x.ndim and x.shape[d % x.ndim] == 1}
     keep = [d for d in range(x.ndim) if d not in drop]
     out = p.emit.call(A.squeeze.dims, x.node, sorted(drop)) if drop else x.node
-    return _result(p, out, [x.shape[d] for d in keep], [x.dims[d] for d in keep], x)
+    return result(p, out, [x.shape[d] for d in keep], [x.dims[d] for d in keep], x)
 
 
 def expand(p, node, args, kwargs):
@@ -195,7 +195,7 @@ def _expand(p, x: Placed, shape):
     return base if base.shape == shape else Spread(base, shape)
 
 
-def _need_whole(p, x, dim, what):
+def need_whole(p, x, dim, what):
     if p._real(x.dims[dim]):
         if is_routed(x.dims[dim]):
             p.fail(f"{what} of the rows between `dispatch` and `combine`: they are routed, only row-wise ops are legal")
@@ -206,9 +206,9 @@ def _need_whole(p, x, dim, what):
 def select(p, node, x, dim, index):
     """The dim that is selected from must be whole."""
     dim %= x.ndim
-    _need_whole(p, x, dim, "an index (of micro-batches: each needs rows for every rank that splits them)")
+    need_whole(p, x, dim, "an index (of micro-batches: each needs rows for every rank that splits them)")
     out = p.emit.call(A.select.int, x.node, dim, index)
-    return _result(p, out, x.shape[:dim] + x.shape[dim + 1 :], x.dims[:dim] + x.dims[dim + 1 :], x)
+    return result(p, out, x.shape[:dim] + x.shape[dim + 1 :], x.dims[:dim] + x.dims[dim + 1 :], x)
 
 
 @view_rule
@@ -218,8 +218,8 @@ def slice_(p, node, x, dim=0, start=None, end=None, step=1):
     shape = tuple(node.meta["val"].shape)
     if shape == x.shape:
         return x
-    _need_whole(p, x, dim, "a slice")
-    return _result(p, p.emit.call(A.slice.Tensor, x.node, dim, start, end, step), shape, x.dims, x)
+    need_whole(p, x, dim, "a slice")
+    return result(p, p.emit.call(A.slice.Tensor, x.node, dim, start, end, step), shape, x.dims, x)
 
 
 def split(p, node, args, kwargs):
@@ -236,9 +236,9 @@ def split(p, node, args, kwargs):
 
 def _split(p, node, x, sizes, dim, shapes):
     dim %= x.ndim
-    _need_whole(p, x, dim, "a split")
+    need_whole(p, x, dim, "a split")
     out = p.emit.call(node.target, x.node, sizes, dim)
-    return [_result(p, p.emit.item(out, i), s, x.dims, x) for i, s in enumerate(shapes)]
+    return [result(p, p.emit.item(out, i), s, x.dims, x) for i, s in enumerate(shapes)]
 
 
 def unbind(p, node, args, kwargs):
@@ -246,10 +246,10 @@ def unbind(p, node, args, kwargs):
     x, dim = args[0], (args[1] if len(args) > 1 else kwargs.get("dim", 0))
     x = p.placed(x)
     dim %= x.ndim
-    _need_whole(p, x, dim, "unbind")
+    need_whole(p, x, dim, "unbind")
     out = p.emit.call(A.unbind.int, x.node, dim)
     shape, dims = x.shape[:dim] + x.shape[dim + 1 :], x.dims[:dim] + x.dims[dim + 1 :]
-    return [_result(p, p.emit.item(out, i), shape, dims, x) for i in range(x.shape[dim])]
+    return [result(p, p.emit.item(out, i), shape, dims, x) for i in range(x.shape[dim])]
 
 
 def join(p, node, args, kwargs):
@@ -277,8 +277,8 @@ def _shape(value):
 def flip(p, node, x, over):
     """The flipped dims must be whole."""
     for dim in over if x.ndim else ():
-        _need_whole(p, x, dim % x.ndim, "a flip")
-    return _result(p, p.emit.call(A.flip.default, x.node, list(over)), x.shape, x.dims, x)
+        need_whole(p, x, dim % x.ndim, "a flip")
+    return result(p, p.emit.call(A.flip.default, x.node, list(over)), x.shape, x.dims, x)
 
 
 def pad(p, node, args, kwargs):
@@ -293,11 +293,11 @@ def pad(p, node, args, kwargs):
 def _pad(p, node, x, widths, value=0):
     for i in range(len(widths) // 2):
         if widths[2 * i] or widths[2 * i + 1]:
-            _need_whole(p, x, x.ndim - 1 - i, "padding")
+            need_whole(p, x, x.ndim - 1 - i, "padding")
     if value and x.partial:
         x = p.total(x)
     out = p.emit.call(A.constant_pad_nd.default, x.node, list(widths), value)
-    return _result(p, out, node.meta["val"].shape, x.dims, x)
+    return result(p, out, node.meta["val"].shape, x.dims, x)
 
 
 @view_rule
@@ -307,174 +307,8 @@ def repeat(p, node, x, times):
     missing = len(shape) - x.ndim
     for d in range(x.ndim):
         if times[missing + d] != 1:
-            _need_whole(p, x, d, "a repetition")
-    return _result(p, p.emit.call(A.repeat.default, x.node, list(times)), shape, ((),) * missing + x.dims, x)
-
-
-def strided_cuts(shape, strides, size, stride, offset):
-    """``as_strided`` as slices and selections: per dim of a base of this shape and strides (start, length, step) or an
-    index; and the dims of the base that the view's dims show, in the view's order.
-
-    None where the strides say anything else. Autograd writes such views, in terms of the memory of the base, for
-    in-place assignments to slices; the base may be transposed in memory. Dims of size 1 of the view are left out.
-    """
-    dims = sorted((d for d, n in enumerate(shape) if n != 1), key=lambda d: -strides[d])
-    dense = all(strides[a] >= strides[b] * shape[b] for a, b in zip(dims, dims[1:], strict=False))
-    if not dense or any(strides[d] <= 0 for d in dims):
-        return None
-    wanted = [i for i, n in enumerate(size) if n != 1]
-    cuts: list = [0] * len(shape)
-    found: dict[int, int] = {}
-    for d in dims:
-        start, offset = divmod(offset, strides[d])
-        fits = [
-            i
-            for i in wanted
-            if stride[i] > 0
-            and stride[i] % strides[d] == 0
-            and start + (size[i] - 1) * (stride[i] // strides[d]) < shape[d]
-        ]
-        if len(fits) > 1 or start >= shape[d]:
-            return None
-        cuts[d] = (start, size[fits[0]], stride[fits[0]] // strides[d]) if fits else start
-        if fits:
-            found[d] = fits[0]
-            wanted.remove(fits[0])
-    return (cuts, sorted(found, key=found.get)) if not wanted and not offset else None
-
-
-def memory_shape(n: int, size, stride) -> tuple[int, ...] | None:
-    """The shape of which a view by strides of ``n`` numbers in a row takes slices, None where there is none."""
-    steps = sorted({s for m, s in zip(size, stride, strict=True) if m != 1}, reverse=True)
-    steps = [*steps, *([] if steps and steps[-1] == 1 else [1])]
-    wide = [n, *steps]
-    if steps and any(s <= 0 or a % s for a, s in zip(wide, steps, strict=False)):
-        return None
-    return tuple(a // s for a, s in zip(wide, steps, strict=False))
-
-
-@view_rule
-def as_strided(p, node, x, size, stride, offset=None):
-    x, found = _sliced(p, node, x, size, stride, offset)
-    if found is None:
-        return _strided_by_memory(p, node, x, lambda y: p.emit.call(A.as_strided.default, y, size, stride, offset or 0))
-    cuts, order = found
-    cut = _permuted(p, _cut_view(p, x, cuts), [d for d, c in enumerate(cuts) if not isinstance(c, int)], order)
-    dims = iter(cut.dims)
-    dims = tuple(next(dims) if n != 1 else () for n in size)
-    return _result(p, p.emit.reshape(cut.node, p.local_shape(size, dims)), size, dims, x)
-
-
-def _sliced(p, node, x, size, stride, offset):
-    """The base (a flat one in the shape that the strides speak of) and how the view is cut from it, or None."""
-    base = node.args[0].meta["val"]  # what one device would have in memory
-    shape = memory_shape(base.numel(), size, stride) if base.ndim == 1 and base.stride() == (1,) else None
-    if shape is None or len(shape) == 1:
-        return x, strided_cuts(base.shape, base.stride(), size, stride, offset or 0)
-    strides = torch.empty(shape, device="meta").stride()
-    return _reshaped(p, x, shape), strided_cuts(shape, strides, size, stride, offset or 0)
-
-
-def _reshaped(p, x, shape):
-    if isinstance(x, Const):
-        return Const(x.value, tuple(shape), x.dtype)
-    x = p.placed(x)
-    dims = reshaped_dims(p, x.shape, shape, x.dims)
-    return _result(p, p.emit.reshape(x.node, p.local_shape(shape, dims)), shape, dims, x)
-
-
-def _permuted(p, x, have, want):
-    """``x``, whose dims stand for ``have``, with its dims in the order ``want``."""
-    order = [have.index(d) for d in want]
-    return _result(p, p.emit.permute(x.node, order), [x.shape[d] for d in order], [x.dims[d] for d in order], x)
-
-
-def _strided_by_memory(p, node, x, take):
-    """A view by strides that is no slice: of the whole value, laid out as one device would have it in memory."""
-    if any(map(p._real, x.dims)):
-        p.refuse("a view by strides that is no slice")
-    return _result(p, take(_in_memory(p, node, x)), node.meta["val"].shape, ((),) * node.meta["val"].ndim, x)
-
-
-def _memory_order(p, base) -> list[int]:
-    order = sorted(range(base.ndim), key=lambda d: -base.stride(d) if base.shape[d] != 1 else 1)
-    expected = 1
-    for d in reversed(order):
-        if base.shape[d] != 1 and base.stride(d) != expected:
-            p.fail("a view by strides of a value with gaps in memory: write it with slices, `select` or `unfold`")
-        expected *= base.shape[d]
-    return order
-
-
-def _in_memory(p, node, x):
-    out = p.emit.permute(x.node, _memory_order(p, node.args[0].meta["val"]))
-    return p.emit.call(A.clone.default, out, memory_format=torch.contiguous_format)
-
-
-def _cut_view(p, x, cuts):
-    for dim in reversed(range(x.ndim)):
-        cut = cuts[dim]
-        if isinstance(cut, int):
-            _need_whole(p, x, dim, "an index")
-            out = p.emit.call(A.select.int, x.node, dim, cut)
-            x = _result(p, out, x.shape[:dim] + x.shape[dim + 1 :], x.dims[:dim] + x.dims[dim + 1 :], x)
-        elif cut != (0, x.shape[dim], 1):
-            _need_whole(p, x, dim, "a slice")
-            start, length, step = cut
-            out = p.emit.call(A.slice.Tensor, x.node, dim, start, start + (length - 1) * step + 1, step)
-            x = _result(p, out, (*x.shape[:dim], length, *x.shape[dim + 1 :]), x.dims, x)
-    return x
-
-
-def as_strided_scatter(p, node, args, kwargs):
-    """``src`` written into the slice of ``x`` that the strides describe: nested slice and select scatters."""
-    x, src, size, stride = args[:4]
-    offset = args[4] if len(args) > 4 else kwargs.get("storage_offset")
-    shape = node.meta["val"].shape
-    x, found = _sliced(p, node, x, size, stride, offset)
-    if found is None:
-        return _scatter_by_memory(p, node, p.total(x), p.total(src), size, stride, offset or 0)
-    cuts, order = found
-    kept = [d for d, c in enumerate(cuts) if not isinstance(c, int)]
-    src = _permuted(p, _squeezed(p, src), order, kept)
-    whole = [d for d, c in enumerate(cuts) if isinstance(c, int) or c != (0, x.shape[d], 1)]
-    labels = [None if d in whole else d for d in range(len(cuts))]
-    (x, src), _ = p.align([(x, labels), (src, [labels[d] for d in kept])])
-    todo = [c if d in whole else None for d, c in enumerate(cuts)]
-    return _reshaped(p, _result(p, _scatter(p, x.node, src.node, todo, 0), x.shape, x.dims, x), shape)
-
-
-def _scatter_by_memory(p, node, x, src, size, stride, offset):
-    if any(map(p._real, (*x.dims, *src.dims))):
-        p.refuse("an assignment by strides that is no slice")
-    order = _memory_order(p, node.args[0].meta["val"])
-    out = p.emit.call(A.as_strided_scatter.default, _in_memory(p, node, x), src.node, size, stride, offset)
-    return _result(p, p.emit.permute(out, [order.index(d) for d in range(x.ndim)]), x.shape, x.dims, x)
-
-
-def _squeezed(p, value) -> Placed:
-    x = p.placed(value)
-    keep = [d for d in range(x.ndim) if x.shape[d] != 1]
-    out = p.emit.reshape(x.node, [p.local_size(x.shape[d], x.dims[d]) for d in keep])
-    return Placed(out, tuple(x.shape[d] for d in keep), tuple(x.dims[d] for d in keep), x.partial)
-
-
-def _scatter(p, x, src, cuts, dim):
-    """Write ``src`` into ``x`` at the cuts of dims ``dim``, ``dim + 1``, ...; None: nothing is cut."""
-    while dim < len(cuts) and cuts[dim] is None:
-        dim += 1
-    if dim == len(cuts):
-        return src
-    cut = cuts[dim]
-    if isinstance(cut, int):
-        inner = p.emit.call(A.select.int, x, dim, cut)
-        rest = cuts[:dim] + cuts[dim + 1 :]
-        return p.emit.call(A.select_scatter.default, x, _scatter(p, inner, src, rest, dim), dim, cut)
-    start, length, step = cut
-    end = start + (length - 1) * step + 1
-    inner = p.emit.call(A.slice.Tensor, x, dim, start, end, step)
-    rest = [*cuts[:dim], None, *cuts[dim + 1 :]]
-    return p.emit.call(A.slice_scatter.default, x, _scatter(p, inner, src, rest, dim), dim, start, end, step)
+            need_whole(p, x, d, "a repetition")
+    return result(p, p.emit.call(A.repeat.default, x.node, list(times)), shape, ((),) * missing + x.dims, x)
 
 
 def select_scatter(p, node, args, kwargs):
@@ -484,4 +318,4 @@ def select_scatter(p, node, args, kwargs):
     dim %= len(shape)
     labels = [None if d == dim else d for d in range(len(shape))]
     (x, src), _ = p.align([(x, labels), (src, [d for d in labels if d is not None])])
-    return _result(p, p.emit.call(A.select_scatter.default, x.node, src.node, dim, index), shape, x.dims, x)
+    return result(p, p.emit.call(A.select_scatter.default, x.node, src.node, dim, index), shape, x.dims, x)

@@ -13,6 +13,7 @@ Reads the text of key paths only to find layers: leaves that share a path up to 
 from __future__ import annotations
 
 import heapq
+import operator
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ import torch.fx as fx
 
 from fsharding.comm import shards
 from fsharding.errors import ShardingError
+from fsharding.moe import exchange
+from fsharding.moe.expert_ops import tiles_raw
 from fsharding.program.coalesce import coalesce
 from fsharding.program.donate import drop_dead
 from fsharding.program.hold import layer_major, merge_reductions
@@ -39,6 +42,7 @@ _MOVES = {
     A.expand.default, A.unsqueeze.default, A.squeeze.dim, A.squeeze.dims, A.select.int, A.slice.Tensor,
     A.contiguous.default, A.clone.default, shards.unpad_blocks, shards.shard_slice, GATHER, WAIT,
 }  # fmt: skip
+_PLANS = {exchange.expert_order, tiles_raw}
 _LAYER = re.compile(r"^(.*?\[\d+\])")
 
 
@@ -122,7 +126,7 @@ class Chains:
                 self.moves.add(node)
                 if node.target is GATHER or any(a in self.whole for a in node.all_input_nodes):
                     self.whole.add(node)
-            elif node.meta.get("custom", {}).get("param") and phase_of(node) == "backward":
+            elif _to_rest(node):
                 self.rests.add(node)
 
     def _moves(self, node: fx.Node) -> bool:
@@ -146,6 +150,11 @@ class Chains:
 
     def gathers(self) -> list[fx.Node]:
         return [n for n in self.moves if n.target is GATHER]
+
+
+def _to_rest(node: fx.Node) -> bool:
+    note = node.meta.get("custom", {})
+    return bool(note.get("param")) and not note.get("lookup") and phase_of(node) == "backward"
 
 
 def layer_of(node: fx.Node) -> str:
@@ -214,6 +223,7 @@ def _order(graph: fx.Graph, chains: Chains, plan: Schedule) -> list[list[fx.Node
     keys: dict[fx.Node, tuple] = {n: (i, _COMPUTE, i) for n, i in chains.position.items()}
     gathers = _gather_buckets(graph, chains, keys, plan.prefetch)
     reductions = _reduce_buckets(graph, chains, keys, plan.in_flight)
+    _sync_late(graph, chains, keys)
     _sort(graph, keys)
     return gathers + reductions
 
@@ -225,11 +235,12 @@ def _gather_buckets(graph, chains: Chains, keys, prefetch: int) -> list[list[fx.
     for node in sorted(chains.gathers(), key=lambda n: (use[n], position[n])):
         layers.setdefault((phase_of(node) == "backward", names[node]), []).append(node)
     spans = _spans(graph, chains, names)
+    heavy = [i for n, i in position.items() if _computes(n)]
     order = sorted(layers, key=lambda at: min(use[n] for n in layers[at]))
     issue = {}
     for i, at in enumerate(order):
         own = min(use[n] for n in layers[at])
-        place = own if not prefetch else _place(i - prefetch, order, spans)
+        place = _place(_ahead(i, order, spans, heavy, prefetch), order, spans) if prefetch else own
         issue.update(dict.fromkeys(layers[at], min(place, own)))
     for node in chains.moves:
         if node.target is GATHER:
@@ -240,6 +251,19 @@ def _gather_buckets(graph, chains: Chains, keys, prefetch: int) -> list[list[fx.
             ahead = [issue[g] for g in _gathers_behind(node, chains)]
             keys[node] = (min([use[node], *ahead]), _PREP if ahead else _LATE, position[node])
     return _same_group(layers[at] for at in order)
+
+
+def _sync_late(graph: fx.Graph, chains: Chains, keys) -> None:
+    """The host looks at the split sizes right before the exchange that needs them, and what only the experts need is
+    planned behind it: the device has work while the host waits, and while it launches."""
+    late = set()
+    for node in graph.nodes:
+        planned = node.target is operator.getitem or node.target in _PLANS
+        if node.target is exchange.host_sizes or (planned and any(a in late for a in node.all_input_nodes)):
+            late.add(node)
+    for node in sorted(late, key=chains.position.__getitem__, reverse=True):
+        used = min((keys[u] for u in node.users), default=keys[node])
+        keys[node] = (used[0], _LATE, chains.position[node])
 
 
 def _spans(graph: fx.Graph, chains: Chains, layers: dict[fx.Node, str]) -> dict[tuple, tuple[int, int]]:
@@ -254,6 +278,22 @@ def _spans(graph: fx.Graph, chains: Chains, layers: dict[fx.Node, str]) -> dict[
                 first, last = found.get(at, (i, i))
                 found[at] = min(first, i), max(last, i)
     return found
+
+
+def _computes(node: fx.Node) -> bool:
+    """Does a node work long enough to hide a gather? Products, attention, experts."""
+    target = node.target
+    return target in _PRODUCTS or (isinstance(target, torch._ops.OpOverload) and target.namespace == "fsharding")
+
+
+def _ahead(i: int, order: list[tuple], spans, heavy: list[int], layers: int) -> int:
+    """The layer during which the gather of layer ``i`` runs: ``layers`` back, those without work not counted."""
+    while i >= 0 and layers:
+        i -= 1
+        if i >= 0:
+            start, stop = spans[order[i]][0], spans[order[i + 1]][0]
+            layers -= any(start <= at < stop for at in heavy)
+    return i
 
 
 def _place(i: int, order: list[tuple], spans) -> int:

@@ -65,7 +65,8 @@ class SimulatedProgram(Program):
                 if not torch.equal(block.nan_to_num(), blocks[0].nan_to_num()):
                     raise ShardingError(
                         f"`{self.lowered.name}`: the ranks should hold the same result number {number}, but rank "
-                        f"{rank} holds another than rank 0. A `shard_map` with `check=False` promised what does not hold."
+                        f"{rank} holds another than rank 0. A `shard_map` with `check=False` promised what does not "
+                        "hold."
                     )
             return blocks[0].detach()
 

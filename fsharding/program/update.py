@@ -45,7 +45,7 @@ def adamw_leaf(p, g, m, v, scalars, scale, b1, b2, eps, decay, apply):
     """(update or new p, new m, new v) of one leaf; moments in their own dtype, an update in the wide one."""
     minus_lr, correct1, correct2 = scalars
     dtype = wide_dtype(p.dtype)
-    g = g.to(dtype) if scale is None else (g.to(dtype) * scale).to(g.dtype).to(dtype)
+    g = g.to(dtype) if scale is None else g.to(dtype) * scale
     m_new = b1 * m.to(dtype) + (1.0 - b1) * g
     v_new = b2 * v.to(dtype) + (1.0 - b2) * (g * g)
     direction = (m_new / correct1) / ((v_new / correct2).sqrt() + eps)
@@ -156,10 +156,11 @@ def _number(p: Partition, value) -> fx.Node:
 
 # ---- passes ----------------------------------------------------------------------------------------------------------
 def fuse_updates(graph: fx.Graph) -> None:
-    """``p + adamw(...)`` and ``adamw(g · s)`` become part of the op."""
+    """``p + adamw(...)``, ``adamw(g · s)`` and casts of gradients become part of the op."""
     for node in [n for n in graph.nodes if n.target is adamw_raw]:
         _absorb_sum(graph, node)
         _absorb_scale(node)
+        _absorb_casts(node)
 
 
 def _items(node: fx.Node) -> dict[int, fx.Node]:
@@ -211,6 +212,30 @@ def _absorb_scale(node: fx.Node) -> None:
     for g in grads:
         if not g.users:
             g.graph.erase_node(g)
+
+
+def _absorb_casts(node: fx.Node) -> None:
+    """A gradient that was only widened for the sum of squares and the update is read as it was: half the bytes."""
+    if node.args[5] is None and any(g.target is A.mul.Tensor for g in node.args[1]):
+        return  # scaled elsewhere: the product is what is read
+    grads = []
+    for g in node.args[1]:
+        source = g.args[0] if g.target is A._to_copy.default else None
+        if source is not None and _widens(source, g) and all(u.target in (adamw_raw, squares_raw) for u in g.users):
+            for user in [u for u in g.users if u.target is squares_raw]:
+                user.args = (source,)
+            g = source
+        grads.append(g)
+    old = node.args[1]
+    node.args = (node.args[0], grads, *node.args[2:])
+    for g in old:
+        if not g.users:
+            g.graph.erase_node(g)
+
+
+def _widens(source: fx.Node, made: fx.Node) -> bool:
+    have, want = source.meta["val"].dtype, made.meta["val"].dtype
+    return have in (torch.bfloat16, torch.float16) and want is torch.float32
 
 
 def in_place(graph: fx.Graph) -> dict[fx.Node, fx.Node]:

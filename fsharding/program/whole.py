@@ -56,8 +56,8 @@ def gather_loudly(p, x: Placed, extra: Dims, why: str) -> Placed:
 def warn(node) -> None:
     name = getattr(node.target, "name", lambda: str(node.target))().removeprefix("aten::")
     warnings.warn(
-        f"{line_of(node) or 'fs.shard'}: `{name}` has no rule for operands that are split like this; every rank gathers "
-        "what it needs whole (right, but slow). `strict=True` makes this an error.",
+        f"{line_of(node) or 'fs.shard'}: `{name}` has no rule for operands that are split like this; every rank "
+        "gathers what it needs whole (right, but slow). `strict=True` makes this an error.",
         stacklevel=2,
     )
 
