@@ -26,6 +26,7 @@ from fsharding.program.explain import Collective
 from fsharding.program.partition import Experts
 from fsharding.program.plain import disable_jit
 from fsharding.program.remat import name, remat
+from fsharding.program.scan import scan
 from fsharding.program.schedule import Schedule
 from fsharding.program.shard import shard
 from fsharding.program.shard_map import shard_map
@@ -77,6 +78,7 @@ __all__ = [
     "remat",
     "reshard",
     "rules",
+    "scan",
     "shard",
     "shard_map",
     "simulate",

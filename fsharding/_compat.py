@@ -146,6 +146,35 @@ def functorch_level() -> int:
     return 0 if top is None else top.level()
 
 
+def functorch_levels() -> list[str]:
+    """Names of the ``torch.func`` transforms that run around us, such as "Grad" or "Vmap", outermost first."""
+    return [str(level.key()).rpartition(".")[2] for level in torch._C._functorch.get_interpreter_stack() or ()]
+
+
+@contextlib.contextmanager
+def outside_of_the_trace():
+    """Leave every ``torch.func`` level, dispatch mode and function mode, as for a trace within a trace."""
+    modes = [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())]
+    try:
+        with temporarily_clear_interpreter_stack(), _disable_current_modes():
+            yield
+    finally:
+        for mode in reversed(modes):
+            torch._C._push_on_torch_function_stack(mode)
+
+
+def is_plain_fake(x: torch.Tensor, tracer) -> bool:
+    """A fake tensor of no trace and no transform: made by what runs right now."""
+    return is_fake(x) and not belongs_to(x, tracer)
+
+
+def belongs_to(x: torch.Tensor, tracer) -> bool:
+    """Was this tensor made in the trace of ``tracer``, at whatever ``torch.func`` level?"""
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return proxy_tensor.get_proxy_slot(x, tracer, None, lambda held: held) is not None
+
+
 def has_tangent(x: torch.Tensor) -> bool:
     """Does a tensor carry a forward-mode tangent?"""
     forward_ad = torch.autograd.forward_ad
@@ -270,6 +299,16 @@ def opaque(function: Callable) -> Callable:
 def no_torch_function():
     """No ``__torch_function__`` runs, neither of modes nor of subclasses."""
     return torch._C.DisableTorchFunction()
+
+
+def shares_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Do two tensors show one memory? Also told of meta tensors."""
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+
+
+def release_saved(ctx) -> None:
+    """What an ``autograd.Function`` saved may go while its backward still runs, unless the graph is retained."""
+    ctx.maybe_clear_saved_tensors()
 
 
 def retire(tensor: torch.Tensor) -> None:

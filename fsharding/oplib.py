@@ -45,6 +45,11 @@ def aligning(function: Callable):
         _aligner.reset(token)
 
 
+def in_region() -> bool:
+    """Are we in the body of a ``shard_map``?"""
+    return _aligner.get() is not None
+
+
 def lifted(*values):
     """Tensors that a function closes over replaced by inputs of the program that is being traced."""
     lift = _lifter.get()

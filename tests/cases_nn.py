@@ -237,7 +237,7 @@ SEQUENCES = {
     "learned_positions": lambda h, w, y: (h + w.T[:5]) @ w,
     "expert_choice": lambda h, w, y: torch.einsum("bte,btd->bed", (h @ w[:, :3]).softmax(1), h),
     "dense_experts": lambda h, w, y: torch.einsum(
-        "bte,btd,edf->btf", (h @ w[:, :3]).softmax(-1), h, w.view(8, 3, 8).movedim(1, 0)
+        "bte,btd,edf->btf", (h @ w[:, :3]).softmax(-1), h, w.reshape(8, 3, 8).movedim(1, 0)
     ),
     "gumbel": lambda h, w, y: F.gumbel_softmax(h @ w),
 }

@@ -54,7 +54,7 @@ FALLBACK = set(
     sort_rows argsort_rows topk_rows rank_rows compare_rows equal_rows dedupe
     assign_row assign_rows assign_strided_rows assign_corner foreach
     matmul_rows_of_rows outer_of_rows gram_of_rows cdist_of_rows pdist einsum_gram_of_rows frexp fft_rows
-    conv2d_of_rows_as_channels max_unpool2d attention_across_rows multi_head_attention
+    conv2d_of_rows_as_channels conv_tbc max_unpool2d attention_across_rows multi_head_attention
     """.split()
 )
 # By rule where the axes divide the dims into which the rows are reshaped, else a fallback.
@@ -72,7 +72,6 @@ REFUSED = {  # (why, the way out)
         "PyTorch cannot tell the shape of its result",
         "`x + (torch.round(x / s).clamp(a, b) * s - x).detach()`",
     ),
-    "conv_tbc": ("PyTorch cannot tell the shape of its result", "`F.conv1d` of `x.permute(1, 2, 0)`"),
     "dropout2d": ("torch's generator draws other numbers on other meshes", "`fs.random.dropout`"),
     "attention_dropout": (
         "torch's generator draws other numbers on other meshes",
@@ -83,7 +82,9 @@ REFUSED = {  # (why, the way out)
 ROUGH_IN_BF16 = {  # one device's own bf16 result says little: compared in fp32 only
     **dict.fromkeys("max_pool1d max_pool2d_overlapping adaptive_max_pool1d".split(), "near ties"),
     **dict.fromkeys("grad grad_and_value hessian_of_bias cholesky_inverse det cond".split(), "cancellation"),
-    **dict.fromkeys("grid_sample_of_rows total_variation torch_digamma".split(), "steep, or next to a step"),
+    **dict.fromkeys(
+        "grid_sample_of_rows total_variation torch_digamma nanmean_rows".split(), "steep, or next to a step"
+    ),
     "matrix_exp": "PyTorch's bf16 kernel is off",
 }
 

@@ -408,3 +408,17 @@ def test_each_row_looks_into_itself_without_moving():
     f = fs.value_and_grad(lambda w, x, y: torch.log_softmax(x @ w, -1)[torch.arange(8), y].mean())
     got, low = simulate(fs.shard(f, fs.make_mesh({"d": 4}, fake=True), strict=True), (W, X, y), (P(), P("d"), P("d")))
     assert worst(got, f(W, X, y)) <= TOLERANCE and {c.kind for c in low.collectives()} <= {"all_reduce"}
+
+
+def test_a_block_of_matrices_is_not_taken_for_vectors():
+    """24 rows over 6 ranks leave 4 systems of 4 equations: `solve` would read one right-hand side as 4 vectors."""
+    a, b = torch.eye(4) * 3 + torch.randn(24, 4, 4, generator=G), torch.randn(4, 4, generator=G)
+    f = fs.value_and_grad(lambda b, a: torch.linalg.solve(a, b).sin().sum(), argnums=(0, 1))
+    got, _ = simulate(fs.shard(f, fs.make_mesh({"d": 6}, fake=True), strict=True), (b, a), (P(), P("d")))
+    assert worst(got, f(b, a)) <= 10 * TOLERANCE
+
+
+def test_a_kernel_that_insists_on_contiguous_operands_gets_them():
+    f = fs.value_and_grad(lambda w, x: torch.nn.functional.pdist((x @ w).T).sum(), argnums=(0, 1))
+    with pytest.warns(UserWarning, match="_pdist_forward` has no rule"):
+        equal(f, (W, X), (P(), P("d")), {"d": 2})

@@ -60,7 +60,11 @@ def step_of(optimizer):
     return step
 
 
-@pytest.mark.parametrize("sizes", MESHES, ids=lambda m: "x".join(f"{k}{v}" for k, v in m.items()))
+def some_slow(values, fast):
+    return [v if i < fast else pytest.param(v, marks=pytest.mark.slow) for i, v in enumerate(values)]
+
+
+@pytest.mark.parametrize("sizes", some_slow(MESHES, 2), ids=lambda m: "x".join(f"{k}{v}" for k, v in m.items()))
 def test_loss_and_every_gradient(sizes):
     want = fs.value_and_grad(loss)(parameters(), batch())
     with fs.simulate(8):
@@ -80,7 +84,7 @@ def test_loss_and_every_gradient(sizes):
         assert low.cost_analysis()["flops"] < plain.cost_analysis()["flops"]
 
 
-@pytest.mark.parametrize("name", ["sgd", "adamw"])
+@pytest.mark.parametrize("name", some_slow(["sgd", "adamw"], 1))
 def test_a_trajectory(name):
     rule = fs.optim.sgd(0.1, momentum=0.9) if name == "sgd" else fs.optim.adamw(1e-2, eps=1e-4)
     optimizer = fs.optim.chain(fs.optim.clip_by_global_norm(0.5), rule)

@@ -3,8 +3,11 @@ supported)."""
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 
+import fsharding as fs
 from fsharding import _compat as compat
 from fsharding.moe import ops
 from fsharding.oplib import raw_op
@@ -129,3 +132,64 @@ def test_attention_kernels_agree_with_pytorch():
             torch.autograd.grad(mine, (q, k, v), t), torch.autograd.grad(theirs, (q, k, v), t), strict=True
         ):
             assert torch.allclose(a, b, atol=1e-5)
+
+
+# ---- the local view --------------------------------------------------------------------------------------------------
+class _Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(x):
+        return x * 2
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * 2
+
+
+def test_functions_under_functorch_and_pulls_are_seen_by_function_modes():
+    """So types are aligned for a user's own Function, and `torch.autograd.grad` must be left alone."""
+    seen = []
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        torch.func.grad(lambda x: _Twice.apply(x).sum())(torch.ones(2))
+    assert torch.autograd.grad in seen
+    assert any(getattr(f, "__name__", "") == "custom_function_call" for f in seen)
+
+
+def test_the_node_of_a_value_is_found_through_transforms():
+    found = []
+
+    def fn(x):
+        def inner(y):
+            found.append(compat.node_of(y * 1))
+            return (y * 3).sum()
+
+        return torch.func.vmap(torch.func.grad(inner))(x)
+
+    make_fx(fn, tracing_mode="fake")(torch.ones(2, 3))
+    assert [node.target for node in found] == [torch.ops.aten.mul.Tensor]
+    assert compat.node_of(torch.ones(1)) is None
+
+
+def test_ops_that_differ_between_ranks_are_not_folded_over_constants():
+    from fsharding.comm import manual
+
+    group = "fs[i=2]/i"
+    traced = make_fx(lambda: manual.total(torch.tensor(3.0), "sum", group), tracing_mode="fake")()
+    assert manual.reduce_raw in [n.target for n in traced.graph.nodes]
+
+
+def test_a_leaf_of_a_subclass_is_a_dtensor_that_runs_no_op_by_itself():
+    with fs.simulate(2):
+        leaf = fs.device_put(torch.arange(4.0), fs.make_mesh({"a": 2}), fs.P("a"))
+        assert isinstance(leaf, DTensor) and type(leaf * 2) is type(leaf)
+        with pytest.raises(fs.ShardingError):
+            torch.cumsum(leaf, 0)

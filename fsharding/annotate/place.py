@@ -96,8 +96,7 @@ def from_local(tree: Any, mesh: Mesh, specs: Any = None) -> Any:
 def device_get(tree: Any) -> Any:
     """The full values, as plain tensors on every rank; plain tensors, numbers and None pass through.
 
-    Collective: all ranks call it with the same leaves. Right for uneven, empty and out-of-order shards. Needs memory
-    for each full leaf, and for twice one of them while it is gathered.
+    Collective: all ranks call it with the same leaves. Needs memory for each full leaf, and twice for one at a time.
 
     Raises ShardingError on a fake mesh of more than one rank, which holds the block of one rank only.
     """
@@ -214,7 +213,7 @@ def _put(leaf: Any, mesh: Mesh, dims: Dims, path: str) -> Any:
         block = lambda rank: block_of(leaf, mesh, dims, rank)
         return wrap_blocks(block, mesh, dims, leaf.shape).requires_grad_(leaf.requires_grad)
     if not _is_on(leaf, mesh, dims):
-        raise ShardingError(f"{_at(path)} is already sharded: it is {describe(leaf)} on {mesh_of(leaf.device_mesh) or leaf.device_mesh}, but the "
+        raise ShardingError(f"{_at(path)} is already sharded: it is {describe(leaf)} on {_mesh_text(leaf)}, but the "
                             f"spec asks for {_spec(dims)} on {mesh!r}. Call reshard(...) to move it.")
     return _own(leaf, mesh, dims)
 
@@ -346,7 +345,7 @@ def _reshard(path: str, leaf: Any, dims: Dims, mesh: Mesh) -> Any:
         return _own(leaf, mesh, dims)
     old = mesh_of(leaf.device_mesh)
     if old is None:
-        raise ShardingError(f"{_at(path)} lives on {mesh_of(leaf.device_mesh) or leaf.device_mesh}, which make_mesh did not make. Get its full "
+        raise ShardingError(f"{_at(path)} lives on {_mesh_text(leaf)}, which make_mesh did not make. Get its full "
                             "value with device_get(...) and place that, or join local pieces with from_local(...).")
     if old.fake != mesh.fake or old.size != mesh.size:
         raise ShardingError(f"{_at(path)} lives on {old!r}; reshard moves it only to a mesh over the same ranks, and "
@@ -391,6 +390,10 @@ def _spec(dims: Dims) -> P:
     while entries and not entries[-1]:
         entries.pop()
     return P(*entries)
+
+
+def _mesh_text(leaf: DTensor) -> str:
+    return repr(mesh_of(leaf.device_mesh) or leaf.device_mesh)
 
 
 def _at(path: str) -> str:

@@ -116,11 +116,11 @@ class SimulatedTensor(DTensor):
 
         return device_get(self)
 
-    def to_local(self, *, grad_placements=None) -> PerRank:
+    def to_local(self, *, grad_placements=None) -> PerRank:  # type: ignore[override]
         """The blocks of all ranks."""
         return PerRank(blocks_of(self))
 
-    def __repr__(self, *, tensor_contents=None) -> str:
+    def __repr__(self, *, tensor_contents=None) -> str:  # type: ignore[override]
         from .place import describe
 
         return describe(self)

@@ -91,7 +91,7 @@ class Region:
 
     def __init__(self, name: str, mesh, axes: tuple[str, ...], outer: Region | None, enter: Callable):
         self.name, self.mesh, self.axes, self.enter = name, mesh, axes, enter
-        self.manual = axes if outer is None else mesh.sort_axes((*axes, *outer.manual))
+        self.manual: tuple[str, ...] = axes if outer is None else mesh.sort_axes((*axes, *outer.manual))
         self.level = compat.functorch_level()
         self.before = set(compat.current_tracer().graph.nodes)
         self._entered: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -152,6 +152,8 @@ class _Align(TorchFunctionMode):
         # Below the trace (an op that runs on the values behind it) there are no nodes, and nothing to align.
         if name in _NO_OPS or compat.current_tracer() is None:
             return func(*args, **kwargs)
+        if kwargs.get("out") is not None:
+            raise ShardingError(f"`{self.inner.name}`: `{name}` writes into `out=`. Use the value that it returns.")
         if func in _BACKWARD:
             raise ShardingError(f"`{self.inner.name}` calls `.backward()`: use `torch.func.grad` or `fs.grad`.")
         if func is torch.autograd.grad:  # its operands are found by identity
@@ -187,7 +189,8 @@ def align(inner: Region, values, func: Callable | None = None) -> list:
     union = _NONE.union(*have)
     if all(h == union for h in have) or func in _SHAPE_ONLY:
         return values
-    if func is not None and _writes(func) and values and have[0] != union:
+    many = getattr(func, "__name__", "").startswith("_foreach")
+    if func is not None and _writes(func) and (have[0] != union or many):
         raise ShardingError(
             f"`{inner.name}`: `{func.__name__}` writes a value that varies over {_shown(union - have[0])} into one "
             "that does not. Use the op that returns a new value, or make the tensor varying first: "

@@ -12,6 +12,7 @@ The architecture is that of the Qwen3 technical report (Qwen Team, 2025): pre-no
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from fsharding.errors import ShardingError
 from fsharding.moe import mlp as expert_mlp
 from fsharding.moe import route
 from fsharding.program.cross_entropy import cross_entropy
+from fsharding.program.scan import scan
 from fsharding.tree import map_with_path
 
 IGNORE = -100
@@ -183,16 +185,19 @@ def features(params: dict, tokens_BT: torch.Tensor, cfg: Config, mask_BT: torch.
     """As :func:`forward`, with the normalised hidden states [B, T, D] that the head reads in place of the logits."""
     eps, (cos, sin) = cfg.rms_norm_eps, rotary(tokens_BT.shape[1], cfg, tokens_BT.device)
     x = F.embedding(tokens_BT, params["embed"])
-    stats = []
-    for layer in params["layers"]:
+
+    def block(x, layer):
         x = x + attention(layer["attn"], F.rms_norm(x, x.shape[-1:], layer["attn_norm"], eps), cos, sin, cfg)
         h = F.rms_norm(x, x.shape[-1:], layer["mlp_norm"], eps)
-        if "router" in layer["mlp"]:
-            y, counts, probs = moe(layer["mlp"], h.reshape(-1, h.shape[-1]), cfg, mask_BT)
-            x = x + y.reshape(x.shape)
-            stats.append((counts, probs))
-        else:
-            x = x + swiglu(h @ layer["mlp"]["w_in"]) @ layer["mlp"]["w_out"]
+        if "router" not in layer["mlp"]:
+            return x + swiglu(h @ layer["mlp"]["w_in"]) @ layer["mlp"]["w_out"], None
+        y, counts, probs = moe(layer["mlp"], h.reshape(-1, h.shape[-1]), cfg, mask_BT)
+        return x + y.reshape(x.shape), (counts, probs)
+
+    stats = []
+    for dense, run in itertools.groupby(params["layers"], lambda layer: "router" not in layer["mlp"]):
+        x, found = scan(block, x, list(run))  # equal layers are traced once
+        stats += [] if dense else zip(*(column.unbind(0) for column in found), strict=True)
     x = F.rms_norm(x, x.shape[-1:], params["norm"], eps)
     real = tokens_BT.numel() if mask_BT is None else mask_BT.sum()
     return x, {"balance": balance_loss(stats, real, cfg), "load": [counts for counts, _ in stats]}

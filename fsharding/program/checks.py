@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -9,12 +10,15 @@ from torch.distributed.tensor import DTensor
 
 from fsharding import _compat as compat
 from fsharding.annotate.place import check_alive
+from fsharding.comm.storage import real_axes
 from fsharding.errors import ShardingError
 from fsharding.program.call import Call
+from fsharding.program.partition import Input, LocalProgram
+from fsharding.program.trace import GlobalProgram
 
 
 def check_leaves(call: Call) -> None:
-    """Refuse transforms from outside, dead leaves, one tensor at two places, leaves that autograd follows."""
+    """Refuse transforms from outside, dead leaves, one tensor at two places."""
     if compat.under_functorch() or any(compat.has_tangent(x) for x in call.leaves if isinstance(x, torch.Tensor)):
         raise ShardingError(
             f"the sharded function `{call.name}` is called inside a transform of its result (`torch.func`, `vmap`, "
@@ -31,11 +35,27 @@ def check_leaves(call: Call) -> None:
                 f"{seen[identity_of(x)]} and {path} are one tensor in a stored tree. Tie weights by using one leaf "
                 "twice in the function; or clone it to have two."
             )
-        if x.requires_grad and torch.is_grad_enabled():
-            raise ShardingError(
-                f"{path} requires grad: gradients from outside of a sharded function are not available in this "
-                "version. Use `fs.shard(fs.value_and_grad(loss), mesh)`, or `.detach()` it."
-            )
+
+
+def refuse_gradients(call: Call, why: str) -> None:
+    """Where autograd cannot follow: a leaf that requires grad would get none without a word."""
+    for path, x in zip(call.paths, call.leaves, strict=True):
+        if isinstance(x, torch.Tensor) and x.requires_grad and torch.is_grad_enabled():
+            raise ShardingError(f"{path} requires grad: {why}. Use `torch.no_grad()`, or `.detach()` it.")
+
+
+def warn_if_replicated(name: str, program: GlobalProgram, local: LocalProgram, inputs: Sequence[Input]) -> None:
+    """A program that gathers weights for rows that every rank holds computes everything everywhere."""
+    if any("manual" in n.meta.get("custom", {}) for n in program.graph.graph.nodes):
+        return  # a `shard_map` says itself what each rank computes
+    rows = any(i.kind == "rows" and any(real_axes(local.mesh, axes) for axes in i.dims) for i in inputs)
+    gathers = any(n.meta.get("custom", {}).get("collective") == "all_gather" for n in local.graph.nodes)
+    if local.mesh.size > 1 and not rows and gathers:
+        warnings.warn(
+            f"`{name}` got no argument whose rows are split over the mesh: every rank computes everything. Place the "
+            "batch with `fs.device_put(batch, mesh, P(mesh.data_axes))` or `fs.from_local`.",
+            stacklevel=4,
+        )
 
 
 def check_memory(call: Call, donated: Sequence[int], constants: Sequence[torch.Tensor]) -> None:

@@ -56,5 +56,7 @@ TABLE = {
     A.addbmm.default: _addbmm,
     A.index_put.default: _index_put,
     A._conj.default: lambda x: torch.ops.aten._conj_physical(x),
+    # PyTorch's decompositions leave it behind in half precision.
+    torch.ops.prims.convert_element_type.default: lambda x, dtype: A._to_copy.default(x, dtype=dtype),
     A._efficientzerotensor.default: _zero_tangent,
 }

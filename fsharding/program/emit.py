@@ -7,6 +7,7 @@ and whatever takes a number of rows as an argument takes the node that carries i
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from typing import Any
 
@@ -32,9 +33,12 @@ class Emitter:
     def __init__(self, mesh: Mesh):
         self.mesh, self.graph, self.note = mesh, fx.Graph(), {}
         self._items: dict[tuple[fx.Node, int], fx.Node] = {}
+        self._shapes: dict[Any, Any] = {}  # results by op and operands: a layer's ops come again in each layer
+        self._last: fx.Node | None = None  # input
 
     def input(self, name: str, shape, dtype) -> fx.Node:
-        node = self.graph.placeholder(name)
+        with self.graph.inserting_after(self._last) if self._last is not None else contextlib.nullcontext():
+            self._last = node = self.graph.placeholder(name)
         node.meta["val"] = torch.empty(tuple(shape), dtype=dtype, device="meta")
         return node
 
@@ -43,8 +47,11 @@ class Emitter:
         values, named = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
         if target in FACTORIES or "device" in named:
             named = {**named, "device": "meta"}
-        with torch.no_grad():
-            return self.add(target, args, kwargs, target(*values, **named))
+        key = _signature((target, values, named))
+        if key not in self._shapes:
+            with torch.no_grad():
+                self._shapes[key] = target(*values, **named)
+        return self.add(target, args, kwargs, self._shapes[key])
 
     def add(self, target, args, kwargs, value) -> fx.Node:
         """Add a node whose result is known to look like ``value``."""
@@ -100,6 +107,17 @@ class Emitter:
     def reduce_scatter(self, x: fx.Node, axes: tuple[str, ...]) -> fx.Node:
         size = self.mesh.axes_size(axes)
         return self.collective("reduce_scatter", axes, C.reduce_scatter_tensor.default, x, "sum", size)
+
+
+def _signature(value: Any) -> Any:
+    """A hashable description: tensors by shape, strides and dtype, numbers by their type as well (1 is not 1.0)."""
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.stride(), value.dtype
+    if isinstance(value, tuple | list):
+        return tuple(map(_signature, value))
+    if isinstance(value, dict):
+        return tuple((k, _signature(v)) for k, v in value.items())
+    return (type(value), repr(value)) if isinstance(value, int | float | complex) else value
 
 
 def value_of(node: fx.Node) -> Any:

@@ -36,10 +36,13 @@ def aliases(graph: fx.Graph) -> list[str]:
 
 
 class Runner:
-    """A local program as a Python function of this rank's input tensors."""
+    """A local program as a Python function of this rank's input tensors.
 
-    def __init__(self, graph: fx.Graph, mesh: Mesh):
-        self.mesh, self.nodes = mesh, []
+    ``spend``: the list of inputs is emptied, so that each can be freed after its last use.
+    """
+
+    def __init__(self, graph: fx.Graph, mesh: Mesh, spend: bool = False):
+        self.mesh, self.nodes, self.spend = mesh, [], spend
         self.file = f"<sharded program {id(self):x}>"
         self.function = self._generate(graph)
 
@@ -57,11 +60,13 @@ class Runner:
         lines, count = ["def program(inputs):"], 0
         self.nodes = [None]
         last_use = {used: node for node in graph.nodes for used in node.all_input_nodes}
+        given = sum(node.op == "placeholder" for node in graph.nodes)
         for node in graph.nodes:
             names[node] = f"v{len(names)}"
             if node.op == "placeholder":
-                lines.append(f" {names[node]} = inputs[{count}]")
                 count += 1
+                spent = "; inputs.clear()" if self.spend and count == given else ""
+                lines.append(f" {names[node]} = inputs[{count - 1}]{spent}")
             elif node.op == "output":
                 lines.append(f" return {_code(node.args[0], names, values)}")
             else:

@@ -21,7 +21,7 @@ from fsharding.errors import ShardingError
 from fsharding.program import explain
 from fsharding.program.call import Call, abstract, is_wide
 from fsharding.program.capture import Captured, refuse_host_sync
-from fsharding.program.checks import check_leaves, check_memory
+from fsharding.program.checks import check_leaves, check_memory, refuse_gradients
 from fsharding.program.donate import memory_of
 from fsharding.program.execute import Runner, aliases, set_device
 from fsharding.program.partition import Input, LocalProgram
@@ -98,6 +98,10 @@ class Lowered:
                 f"the ranks traced different programs for `{self.name}`: {listed}. Call it with the same shapes, "
                 "dtypes, specs and settings on every rank, and do not branch on the rank inside."
             )
+        return self.ready()
+
+    def ready(self) -> Program:
+        """What runs it, on this rank."""
         return Program(self)
 
 
@@ -111,19 +115,22 @@ def _digest(tensors) -> str:
     return found.hexdigest()[:12]
 
 
-def _runner(lowered: Lowered) -> Callable:
+def runner_of(graph: fx.Graph, mesh: Mesh, backend: str, spend: bool = False) -> Runner:
+    """A rank's graph as a function, op by op or with compiled regions; ``spend`` as in :class:`Runner`."""
+    if backend != "eager":
+        copied, copies = fx.Graph(), {}
+        copied.output(copied.graph_copy(graph, copies))
+        compile_regions(copied)
+        graph = copied
+    return Runner(graph, mesh, spend)
+
+
+def _runner(lowered: Lowered, local: LocalProgram) -> Callable:
     """The back end's way to run a rank's program: a function from input tensors to output tensors."""
-    local, device = lowered.local, lowered.local.mesh.device
-    if lowered.backend == "eager":
-        return Runner(local.graph, local.mesh)
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    graph.output(graph.graph_copy(local.graph, copies))
     if lowered.backend == "cudagraph":
-        refuse_host_sync(local.graph, device)
-    compile_regions(graph)
-    run = Runner(graph, local.mesh)
-    if lowered.backend == "inductor":
+        refuse_host_sync(local.graph, local.mesh.device)
+    run = runner_of(local.graph, local.mesh, lowered.backend)
+    if lowered.backend != "cudagraph":
         return run
     owner = memory_of(local.graph)
     results = list(local.graph.nodes)[-1].args[0]
@@ -140,14 +147,14 @@ def _runner(lowered: Lowered) -> Callable:
 class Program:
     """A compiled program: ``program(*args)`` runs it on arguments of the shapes and specs that it was lowered for."""
 
-    def __init__(self, lowered: Lowered):
-        self.lowered, self.local = lowered, lowered.local
+    def __init__(self, lowered: Lowered, local: LocalProgram | None = None):
+        self.lowered, self.local = lowered, local or lowered.local
         mesh = self.local.mesh
-        for alias in aliases(self.local.graph):
+        for alias in aliases(lowered.local.graph):
             axes, _, channel = alias.partition("/")[2].partition("#")
             mesh.register_alias(axes.split(","), channel)
         set_device(self.local.graph, mesh.device)
-        self.runner = _runner(lowered)
+        self.runner = _runner(lowered, self.local)
         coordinates = mesh.coordinates()
         self._cuts = [
             local_slices(i.shape, i.dims, mesh.shape, coordinates) if any(i.dims) else None for i in self.local.inputs
@@ -164,6 +171,7 @@ class Program:
         """Run on arguments of the same structure, shapes, dtypes and specs. Raises ShardingError for any others."""
         call = self.lowered.bind(args, kwargs)
         check_leaves(call)
+        refuse_gradients(call, "a compiled program gives results only; call the sharded function itself for `backward`")
         if call.treedef != self.lowered.treedef or call.static != self.lowered.static:
             raise ShardingError(
                 f"the compiled program of `{self.lowered.name}` got arguments of another structure or other static "
@@ -191,35 +199,38 @@ class Program:
         return self.run(call.leaves)
 
     def run(self, leaves: Sequence[Any]) -> Any:
+        out = self.runner(self.padded(self.blocks(leaves)))
+        if self.lowered.donated:
+            self._retire(leaves)
+        return self.tree(self.wrap(out))
+
+    def blocks(self, leaves: Sequence[Any]) -> list[torch.Tensor]:
+        """This rank's blocks of the arguments, then of the closed-over tensors."""
         device = self.local.mesh.device
         local = []
-        for x, pad, cut, spec in zip(leaves, self._pads, self._cuts, self.local.inputs, strict=False):
+        for x, cut, spec in zip(leaves, self._cuts, self.local.inputs, strict=False):
             if isinstance(x, DTensor):
                 x = compat.local_of(x)
             elif isinstance(x, torch.Tensor):  # a global value: this rank's block of it
                 x = (x[cut] if cut else x).to(device)
             else:
                 x = torch.tensor(x, dtype=spec.dtype, device=device)
-            local.append(F.pad(x, pad) if pad else x)
-        local += [
-            self._constant(c, pad, device)
-            for c, pad in zip(self.lowered.program.constants, self._pads[len(leaves) :], strict=True)
-        ]
-        out = self.runner(local)
-        if self.lowered.donated:
-            self._retire(leaves)
-        return self._wrap(out)
+            local.append(x)
+        return local + [self._constant(c, device) for c in self.lowered.program.constants]
+
+    def padded(self, blocks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [F.pad(x, pad) if pad else x for x, pad in zip(blocks, self._pads, strict=True)]
 
     @staticmethod
-    def _constant(x, pad, device):
+    def _constant(x, device):
         if isinstance(x, DTensor):
             check_alive("a tensor that the function closes over", x)
             x = compat.local_of(x)
-        x = x if x.device == device else x.to(device)
-        return F.pad(x, pad) if pad else x
+        return x if x.device == device else x.to(device)
 
-    def _wrap(self, out: list[torch.Tensor]):
-        mesh, result = self.local.mesh, self.lowered.result
+    def wrap(self, out: list[torch.Tensor]) -> list[torch.Tensor]:
+        """This rank's blocks of the results as the caller gets them."""
+        mesh = self.local.mesh
         wrapped = []
         for i, (x, (kind, dims, shape), own) in enumerate(zip(out, self.local.outputs, self._own, strict=True)):
             if kind == "whole":
@@ -231,8 +242,12 @@ class Program:
                 # On the meta device, so that no result is kept alive.
                 self._templates[i] = wrap_local(x.to("meta"), mesh, dims, shape)
             wrapped.append(compat.wrapped_like(x.contiguous(), self._templates[i]))
-        it = iter(wrapped)
-        count = len(wrapped) + len(result["fixed"])
+        return wrapped
+
+    def tree(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The function's result around its tensors."""
+        result, it = self.lowered.result, iter(tensors)
+        count = len(tensors) + len(result["fixed"])
         leaves = [result["fixed"][i] if i in result["fixed"] else next(it) for i in range(count)]
         return trees.unflatten(result["treedef"], leaves)
 

@@ -98,6 +98,8 @@ class Partition:
         self.whole: dict[Any, Placed] = {}  # what was gathered because a rule needed it whole (``whole.py``)
         self._constants: dict[Any, fx.Node] = {}
         self.lookups: dict[Any, Any] = {}  # embeddings whose rows travel; see ``rules_lookup.py``
+        self._late: list[Input] = []
+        self._results: dict[int, tuple] = {}
 
     # ---- running --------------------------------------------------------------------------------------------------
     def run(
@@ -108,6 +110,7 @@ class Partition:
         from fsharding.program.rules import rule_for
 
         env: dict[fx.Node, Any] = {}
+        self._out_dims = out_dims
         placeholders = [n for n in program.graph.nodes if n.op == "placeholder"]
         for node, spec in zip(placeholders, inputs, strict=True):
             env[node] = self._enter(spec)
@@ -120,7 +123,7 @@ class Partition:
                 continue
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
             if node.op == "output":
-                return self._leave(args[0], node.args[0], out_dims, inputs)
+                return self._leave(args[0], node.args[0], inputs)
             self.node = node
             self.emit.note = {"phase": phase_of(node), "line": line_of(node)}
             env[node] = self._apply(rule_for(node.target), fall_back, node, args, kwargs)
@@ -157,18 +160,28 @@ class Partition:
             return Stored(node, spec.shape, spec.dims, spec.name)
         return Placed(node, spec.shape, spec.dims)
 
-    def _leave(self, values, sources, out_dims, inputs) -> LocalProgram:
-        nodes, outputs = [], []
-        for i, (value, source) in enumerate(zip(values, sources, strict=True)):
-            self.node = source
-            self.emit.note = {"phase": phase_of(source), "line": line_of(source)}
-            want = out_dims[i] if out_dims is not None else None
-            with self._planned():
-                kind, dims, shape, node = self._output(value, want)
-            nodes.append(node)
-            outputs.append((kind, dims, shape))
+    def enter_late(self, spec: Input):
+        """An input that only a rule knows, such as a cotangent: behind all others."""
+        self._late.append(spec)
+        return self._enter(spec)
+
+    def _leave(self, values, sources, inputs) -> LocalProgram:
+        found = [self.result(i, *pair) for i, pair in enumerate(zip(values, sources, strict=True))]
+        nodes = [node for *_, node in found]
         self.emit.graph.output(nodes)
-        return LocalProgram(self.emit.graph, list(inputs), outputs, self.mesh, nodes)
+        outputs = [(kind, dims, shape) for kind, dims, shape, _ in found]
+        return LocalProgram(self.emit.graph, [*inputs, *self._late], outputs, self.mesh, nodes)
+
+    def result(self, number: int, value, source: fx.Node) -> tuple[str, Dims, tuple[int, ...], fx.Node]:
+        """Flat output ``number`` as it leaves: (kind, dims, global shape, node)."""
+        if number not in self._results:
+            self.node, current = source, self.node
+            self.emit.note = {"phase": phase_of(source), "line": line_of(source)}
+            want = self._out_dims[number] if self._out_dims is not None else None
+            with self._planned():
+                self._results[number] = self._output(value, want)
+            self.node = current
+        return self._results[number]
 
     def _output(self, value, want: Dims | None):
         if isinstance(value, Stored):

@@ -9,7 +9,7 @@ import torch
 
 from fsharding.comm import shards
 from fsharding.moe import ops as moe_ops
-from fsharding.program import cross_entropy, rules_lookup, rules_mlp, update
+from fsharding.program import cross_entropy, rules_lookup, rules_mlp, rules_outside, update
 from fsharding.program import rules_batch as batch
 from fsharding.program import rules_index as ind
 from fsharding.program import rules_manual as by_hand
@@ -322,6 +322,7 @@ RULES = {
     moe_ops.expand_raw: moe.expand,
     moe_ops.segment_sum_raw: moe.segment_sum,
     **rules_mlp.RULES,
+    **rules_outside.RULES,
     # the local view
     **by_hand.RULES,
 }

@@ -73,12 +73,31 @@ def _lead_results(p, node, out, outs, lead, found):
     return tuple(made) if many else made[0]
 
 
-def _solve(a, b, **kwargs) -> str:
-    vector = b.ndim == 1 or (b.ndim == a.ndim - 1 and b.shape == a.shape[:-1])
-    return f"2 {2 - vector} -> {2 - vector} 2 1 0"
+def _is_vector(a, b) -> bool:
+    return len(b) == 1 or (len(b) == len(a) - 1 and b == a[:-1])
 
 
-_LINEAR_ALGEBRA: dict[str, str | Callable] = {
+def _solve_counts(a, b, **kwargs) -> str:
+    right = 1 if _is_vector(tuple(a.shape), tuple(b.shape)) else 2
+    return f"2 {right} -> {right} 2 1 0"
+
+
+_solve_leading = leading(_solve_counts)
+
+
+def solve(p: Partition, node, args, kwargs):
+    """local in the leading dims"""
+    a, b = args[:2]
+    missing = len(red.shape_of(a)) - len(red.shape_of(b))
+    if missing > 0 and not _is_vector(tuple(red.shape_of(a)), tuple(red.shape_of(b))):
+        # One matrix for all: with its own leading dims no block of it can be mistaken for a batch of vectors.
+        x = p.total(b)
+        out = p.emit.reshape(x.node, [1] * missing + p.local_shape(x.shape, x.dims))
+        b = Placed(out, (1,) * missing + x.shape, ((),) * missing + x.dims)
+    return _solve_leading(p, node, (a, b, *args[2:]), kwargs)
+
+
+_LINEAR_ALGEBRA = {
     "linalg_inv_ex": "2 -> 2 0",
     "linalg_cholesky_ex": "2 -> 2 0",
     "linalg_qr": "2 -> 2 2",
@@ -97,7 +116,6 @@ _LINEAR_ALGEBRA: dict[str, str | Callable] = {
     "linalg_householder_product": "2 1 -> 2",
     "linalg_pinv.atol_rtol_tensor": "2 0 0 -> 2",
     "linalg_solve_triangular": "2 2 -> 2",
-    "_linalg_solve_ex": _solve,
     "triangular_solve": "2 2 -> 2 2",
     "cholesky_solve": "2 2 -> 2",
     "cholesky_inverse": "2 -> 2",
@@ -292,6 +310,7 @@ RULES = {
     **{_op(name): leading(core) for name, core in {**_LINEAR_ALGEBRA, **_POOLING}.items()},
     **{_op(name): leading(f"{n} -> {n}") for name, n in _RESIZE.items()},
     **{_op(name + "_backward"): leading(f"{n} -> {n}", sizes=2) for name, n in _RESIZE.items()},
+    A._linalg_solve_ex.default: solve,
     A.convolution.default: label_rule(convolution),
     A.convolution_backward.default: label_rule(convolution_backward),
     A.grid_sampler_2d.default: label_rule(grid_sampler),

@@ -295,7 +295,8 @@ def replicated(p: Partition, node, args, kwargs):
             "an operand is split over "
             + ", ".join(sorted({a for v in values.values() for x in v.dims for a in p._real(x)}))
         )
-    args, kwargs = substitute((args, kwargs), {i: v.node for i, v in values.items()})
+    # Contiguous: the program's own copies were dropped as needless, but a kernel without a rule may insist.
+    args, kwargs = substitute((args, kwargs), {i: p.emit.contiguous(v.node) for i, v in values.items()})
     out = p.emit.call(node.target, *args, **kwargs)
     return whole_results(p, node, out)
 

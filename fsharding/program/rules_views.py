@@ -242,8 +242,11 @@ def _split(p, node, x, sizes, dim, shapes):
 
 
 def unbind(p, node, args, kwargs):
-    """The dim that is unbound must be whole."""
+    """The dim that is unbound must be whole; of a stored value the parts rest as it does, and are gathered one by
+    one."""
     x, dim = args[0], (args[1] if len(args) > 1 else kwargs.get("dim", 0))
+    if isinstance(x, Stored) and not p._real(x.dims[dim % len(x.shape)]):
+        return _at_rest_parts(p, x, dim % len(x.shape))
     x = p.placed(x)
     dim %= x.ndim
     need_whole(p, x, dim, "unbind")
@@ -252,8 +255,16 @@ def unbind(p, node, args, kwargs):
     return [result(p, p.emit.item(out, i), shape, dims, x) for i in range(x.shape[dim])]
 
 
+def _at_rest_parts(p: Partition, x: Stored, dim: int) -> list[Stored]:
+    shape, dims = x.shape[:dim] + x.shape[dim + 1 :], x.dims[:dim] + x.dims[dim + 1 :]
+    parts = p.emit.call(A.unbind.int, x.node, dim)
+    return [
+        Stored(p.emit.item(parts, i), shape, dims, f"{x.name}[{i}]" if x.name else None) for i in range(x.shape[dim])
+    ]
+
+
 def join(p, node, args, kwargs):
-    """``cat`` along a whole dim, and ``stack``."""
+    """``cat`` along a whole dim, and ``stack``; sums that are pending over the same axes stay pending."""
     values, dim = args[0], (args[1] if len(args) > 1 else kwargs.get("dim", 0))
     stacked = node.target is A.stack.default
     shape = tuple(node.meta["val"].shape)
@@ -261,12 +272,17 @@ def join(p, node, args, kwargs):
     # A 1-d empty tensor is skipped by `cat`, whatever the rank of the others.
     values = [v for v in values if stacked or len(_shape(v)) == len(shape)]
     labels = list(range(len(shape) - stacked)) if stacked else [None if d == dim else d for d in range(len(shape))]
+    values = [v.placed if isinstance(v, GroupSizes) else v for v in values]
+    pending = {v.partial if isinstance(v, Placed) else frozenset() for v in values}
+    partial = pending.pop() if len(pending) == 1 else frozenset()
+    if partial:
+        values = [Placed(v.node, v.shape, v.dims) for v in values]
     placed, found = p.align([(v, labels) for v in values])
     out = p.emit.call(node.target, [x.node for x in placed], dim)
     dims = [found.get(d, ()) for d in range(len(shape) - stacked)]
     if stacked:
         dims.insert(dim, ())
-    return Placed(out, shape, tuple(dims))
+    return Placed(out, shape, tuple(dims), partial)
 
 
 def _shape(value):

@@ -40,7 +40,7 @@ WAIT = C.wait_tensor.default
 _MOVES = {
     A._to_copy.default, A.reshape.default, A.view.default, A.permute.default, A.transpose.int, A.t.default,
     A.expand.default, A.unsqueeze.default, A.squeeze.dim, A.squeeze.dims, A.select.int, A.slice.Tensor,
-    A.contiguous.default, A.clone.default, shards.unpad_blocks, shards.shard_slice, GATHER, WAIT,
+    A.contiguous.default, A.clone.default, A.unbind.int, operator.getitem, shards.unpad_blocks, shards.shard_slice, GATHER, WAIT,
 }  # fmt: skip
 _PLANS = {exchange.expert_order, tiles_raw}
 _LAYER = re.compile(r"^(.*?\[\d+\])")
@@ -79,8 +79,11 @@ class Schedule:
             raise ShardingError(f"`hold` is None or 'layer', got {self.hold!r}.")
 
 
-def schedule(program: LocalProgram, plan: Schedule) -> None:
-    """Rewrite the graph in place. Values do not change: only when things run, and how collectives are grouped."""
+def schedule(program: LocalProgram, plan: Schedule, apart: bool = False) -> None:
+    """Rewrite the graph in place. Values do not change: only when things run, and how collectives are grouped.
+
+    ``apart``: the two directions will run at two times, so nothing gathered is kept between them.
+    """
     graph = program.graph
     chains = Chains(program)
     if plan.hold == "layer":
@@ -88,7 +91,7 @@ def schedule(program: LocalProgram, plan: Schedule) -> None:
         merge_reductions(graph, chains)
         chains = Chains(program)
     if plan.regather:
-        regather(graph, chains)
+        regather(graph, chains, apart)
         chains = Chains(program)
     buckets = _order(graph, chains, plan)
     if plan.pack_mib:
@@ -168,11 +171,11 @@ def _layer(name: str) -> str:
 
 
 # ---- gather again ----------------------------------------------------------------------------------------------------
-def regather(graph: fx.Graph, chains: Chains) -> None:
+def regather(graph: fx.Graph, chains: Chains, apart: bool = False) -> None:
     """A second chain, from the gather on, for what the backward pass reads of a leaf.
 
     A leaf whose whole form the backward pass needs first, right where the forward pass ends, is kept: freeing it would
-    not lower the peak.
+    not lower the peak. If they run ``apart``, none is.
     """
     forward = {
         n: max((chains.position[u] for u in chains.users(n) if _runs_in(u, "forward")), default=-1)
@@ -182,7 +185,7 @@ def regather(graph: fx.Graph, chains: Chains) -> None:
     products = [i for n, i in chains.position.items() if n.target in _PRODUCTS]
     for node, used in sorted(forward.items(), key=lambda item: chains.position[item[0]]):
         late = [u for u in chains.users(node) if _runs_in(u, "backward")]
-        if used >= 0 and late and any(used < i <= last for i in products):
+        if late and (apart or (used >= 0 and any(used < i <= last for i in products))):
             _copy_chain(graph, chains, node, late)
 
 

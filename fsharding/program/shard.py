@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,10 +17,9 @@ from fsharding.annotate.mesh import Mesh, agree, mesh_of
 from fsharding.annotate.param import ShapeDtype
 from fsharding.annotate.place import describe, dims_of, spec_of
 from fsharding.annotate.spec import P, check_sizes, normalize
-from fsharding.comm.storage import real_axes
 from fsharding.errors import ShardingError
 from fsharding.moe.all_to_all import DISPATCHERS
-from fsharding.program import plain
+from fsharding.program import outside, plain
 from fsharding.program.call import (
     Call,
     abstract,
@@ -30,14 +28,14 @@ from fsharding.program.call import (
     is_wide,
     locate,
 )
-from fsharding.program.checks import check_leaves
+from fsharding.program.checks import check_leaves, refuse_gradients, warn_if_replicated
 from fsharding.program.donate import drop_dead, pull_updates_forward, write_back
 from fsharding.program.lowered import BACKENDS, Lowered, Program
 from fsharding.program.partition import Experts, Input, LocalProgram, Partition, same_dims
 from fsharding.program.schedule import Schedule
 from fsharding.program.schedule import schedule as scheduled
 from fsharding.program.trace import GlobalProgram, trace
-from fsharding.program.transforms import Precision, check_gradient_scope, with_precision
+from fsharding.program.transforms import Precision, check_gradient_scope, differentiated, with_precision
 from fsharding.program.update import fuse_updates, in_place
 
 
@@ -167,14 +165,15 @@ class Sharded:
         call = self._bind(args, kwargs)
         check_leaves(call)
         if plain.is_disabled():
+            refuse_gradients(call, "under `fs.disable_jit` the function runs on gathered copies")
             return plain.run(call, self._function())
-        return self._program(call).checked(call)
+        return self._program(call, outside.wanted(call)).checked(call)
 
-    def _program(self, call: Call) -> Program:
-        key = self._key(call)
+    def _program(self, call: Call, wanted: tuple[int, ...]) -> Program:
+        key = (self._key(call), wanted)
         program = self._programs.get(key)
         if program is None:
-            program = self._programs[key] = self._lower_together(call).compile()
+            program = self._programs[key] = self._lower_together(call, wanted).compile()
         return program
 
     def lower(self, *args, **kwargs) -> Lowered:
@@ -293,9 +292,7 @@ class Sharded:
         given += [None] * (len(call.leaves) - len(given))
         return [s if s is not None else o for s, o in zip(given, own, strict=True)]
 
-    def _flat_function(self, call: Call, result: dict) -> Callable:
-        fn = self._function()
-
+    def _flat_function(self, call: Call, fn: Callable, result: dict) -> Callable:
         def flat(*xs):
             out = call.apply(fn, xs)
             paths, leaves, treedef = trees.flatten_with_paths(out)
@@ -327,10 +324,10 @@ class Sharded:
             )
         return experts
 
-    def _lower_together(self, call: Call) -> Lowered:
+    def _lower_together(self, call: Call, wanted: tuple[int, ...]) -> Lowered:
         """Lower; a rank that fails says so where the others compare their programs, so that they do not wait for it."""
         try:
-            return self._lower(call)
+            return self._lower_joint(call, wanted) if wanted else self._lower(call)
         except Exception as error:
             if not call.mesh.phantom:
                 with contextlib.suppress(ShardingError):
@@ -338,37 +335,55 @@ class Sharded:
             raise
 
     def _lower(self, call: Call) -> Lowered:
-        experts = self._experts(call.mesh)
         inputs, fakes = self._inputs(call)
         result: dict[str, Any] = {}
-        program = trace(self._flat_function(call, result), fakes, check_gradient_scope)
-        tensors = [p for i, p in enumerate(result["paths"]) if i not in result["fixed"]]
-        out_dims = self._out_dims(call.mesh, result, program, tensors)
-        constants = [_constant(i, c, call.mesh) for i, c in enumerate(program.constants)]
-        reduce = self.options.precision.reduce if self.options.precision else None
-        local = Partition(call.mesh, experts, reduce, self.options.strict).run(
-            program.graph, inputs + constants, out_dims
-        )
-        drop_dead(local.graph)
+        program = trace(self._flat_function(call, self._function(), result), fakes, check_gradient_scope)
+        local = self._partition(call.mesh, program, inputs, self._out_dims(call.mesh, result, program))
         fuse_updates(local.graph)
         pull_updates_forward(local.graph)
         scheduled(local, self.options.schedule)
-        # A plain tensor cannot be taken away from its owner, who would read the new value in it: it is left alone.
-        donated = [
-            i
-            for i, (n, x) in enumerate(zip(call.argnums, call.leaves, strict=True))
-            if n in self._donated(call) and isinstance(x, DTensor | ShapeDtype)
-        ]
-        write_back(local, donated, tensors)
+        donated = self._taken(call)
+        write_back(local, donated, [p for i, p in enumerate(result["paths"]) if i not in result["fixed"]])
         in_place(local.graph)
-        if not any("manual" in n.meta.get("custom", {}) for n in program.graph.graph.nodes):
-            self._warn_if_replicated(local, inputs)  # a `shard_map` says itself what each rank computes
+        warn_if_replicated(call.name, program, local, inputs)
         return Lowered(program, local, result, donated, call, self._bind, self.options.backend)
+
+    def _lower_joint(self, call: Call, wanted: tuple[int, ...]) -> Lowered:
+        """The function with its pull-back to the leaves that require grad: see ``outside.py``."""
+        outside.check(call, wanted, self._donated(call), self.options.backend)
+        inputs, fakes = self._inputs(call)
+        result, reach = {}, []
+        flat = self._flat_function(call, differentiated(self.fn, self.options.precision), result)
+        program = trace(outside.joint(flat, wanted, reach), fakes, check_gradient_scope)
+        outside.refuse_watched(program, call.name)
+        if not any(reach):
+            return self._lower(call)
+        out_dims = self._out_dims(call.mesh, result, program)
+        out_dims = outside.with_gradients(out_dims, call, inputs, wanted, reach)
+        local = self._partition(call.mesh, program, inputs, out_dims)
+        halves = outside.halved(local, reach, self.options.schedule)
+        warn_if_replicated(call.name, program, local, inputs)
+        lowered = (program, local, result, self._taken(call), call, self._bind, self.options.backend)
+        return outside.Joint(*lowered, halves=halves, leaves=wanted, reach=reach)
+
+    def _partition(self, mesh: Mesh, program: GlobalProgram, inputs: list[Input], out_dims) -> LocalProgram:
+        constants = [_constant(i, c, mesh) for i, c in enumerate(program.constants)]
+        reduce = self.options.precision.reduce if self.options.precision else None
+        partition = Partition(mesh, self._experts(mesh), reduce, self.options.strict)
+        local = partition.run(program.graph, inputs + constants, out_dims)
+        drop_dead(local.graph)
+        return local
 
     def _donated(self, call: Call) -> set[int]:
         return _from_start(self.options.donate_argnums, call.count)
 
-    def _out_dims(self, mesh, result, program: GlobalProgram, paths):
+    def _taken(self, call: Call) -> list[int]:
+        """The leaves that are donated. A plain tensor cannot be taken away from its owner, who would read the new value
+        in it: it is left alone."""
+        donated, rows = self._donated(call), enumerate(zip(call.argnums, call.leaves, strict=True))
+        return [i for i, (n, x) in rows if n in donated and isinstance(x, DTensor | ShapeDtype)]
+
+    def _out_dims(self, mesh, result, program: GlobalProgram):
         if self.options.out_specs is None:
             return None
         output = next(n for n in program.graph.graph.nodes if n.op == "output").args[0]
@@ -381,15 +396,3 @@ class Sharded:
             for s, v, p in zip(specs, full, result["paths"], strict=True)
             if v is not None
         ]
-
-    def _warn_if_replicated(self, local: LocalProgram, inputs) -> None:
-        mesh = local.mesh
-        rows = any(i.kind == "rows" and any(real_axes(mesh, axes) for axes in i.dims) for i in inputs)
-        gathers = any(n.meta.get("custom", {}).get("collective") == "all_gather" for n in local.graph.nodes)
-        if mesh.size > 1 and not rows and gathers:
-            warnings.warn(
-                f"`{getattr(self.fn, '__name__', 'the function')}` got no argument whose rows are split over the "
-                "mesh: every rank computes everything. Place the batch with `fs.device_put(batch, mesh, "
-                "P(mesh.data_axes))` or `fs.from_local`.",
-                stacklevel=4,
-            )

@@ -28,6 +28,7 @@ from fsharding.program import decompositions
 from fsharding.program.composites import Rewrite
 from fsharding.program.remat import recompute
 from fsharding.program.source import annotate, error_line, line_of, phase_of
+from fsharding.program.stamp import inline, marks
 
 A = torch.ops.aten
 
@@ -71,10 +72,11 @@ class GlobalProgram:
     graph: fx.GraphModule
     constants: list[torch.Tensor]
     num_inputs: int
+    watched: bool = False  # does a closed-over tensor require grad?
 
 
 # Kernels that are kept whole: they matter for speed, and their rules are as simple as those of their parts.
-_KEEP = """sum mean _softmax _softmax_backward_data _log_softmax _log_softmax_backward_data silu silu_backward gelu
+_KEEP = """unbind sum mean _softmax _softmax_backward_data _log_softmax _log_softmax_backward_data silu silu_backward gelu
 gelu_backward
     native_layer_norm native_layer_norm_backward embedding_dense_backward t split split_with_sizes addmm _to_copy
     baddbmm stack transpose sigmoid_backward tanh_backward reflection_pad1d reflection_pad2d reflection_pad3d
@@ -130,12 +132,18 @@ class _Constants:
         return self.seen[id(x)][0]
 
 
-def trace(fn: Callable, inputs: Sequence[torch.Tensor], on_gradient: Callable | None = None) -> GlobalProgram:
+def trace(
+    fn: Callable,
+    inputs: Sequence[torch.Tensor],
+    on_gradient: Callable | None = None,
+    inner: Callable | None = None,
+) -> GlobalProgram:
     """Trace ``fn(*flat tensors) -> list of tensors``.
 
     Args:
         inputs: tensors (of any device, or meta) that give shapes and dtypes; their values are not read.
         on_gradient: called with each (gradient, input) that a transform computes; may raise.
+        inner: for a trace within a trace: a tensor of the outer one -> what stands for it here, or None.
 
     Raises:
         ShardingError: data-dependent control flow or sizes, host reads, random numbers; with the user's line.
@@ -143,9 +151,15 @@ def trace(fn: Callable, inputs: Sequence[torch.Tensor], on_gradient: Callable | 
     fakes = compat.new_fake_mode()
     with fakes:
         args = [torch.empty(x.shape, dtype=x.dtype, device="cpu") for x in inputs]
-    lift = _Constants(fakes)
+    constants_of = _Constants(fakes)
+
+    def lift(x):
+        known = inner(x) if inner is not None else None
+        return constants_of(x) if known is None else known
 
     def at_rest(g, x):
+        if not marks():
+            return g
         if on_gradient is not None:
             on_gradient(g, x)
         return _Like.apply(conform(g, x, "a gradient"), x)
@@ -161,6 +175,7 @@ def trace(fn: Callable, inputs: Sequence[torch.Tensor], on_gradient: Callable | 
     with _readable(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="There is a performance drop because we have not yet implemented")
         traced = make_fx(run, decomposition_table=_table(), tracing_mode="fake", _allow_non_fake_inputs=True)(*args)
+        inline(traced.graph)
         for node in traced.graph.nodes:
             _refuse_host_read(node)
         _refuse_hidden_mutation(traced)
@@ -170,7 +185,8 @@ def trace(fn: Callable, inputs: Sequence[torch.Tensor], on_gradient: Callable | 
     finished = _finish(program)
     holders = [n for n in finished.graph.nodes if n.op == "placeholder"]
     mark_regions(finished.graph, [n for n in holders[len(args) :] if not is_placed(n)])
-    return GlobalProgram(finished, constants, len(args))
+    watched = any(x.requires_grad for _, x in constants_of.seen.values())
+    return GlobalProgram(finished, constants, len(args), watched)
 
 
 def _refuse_host_read(node: fx.Node) -> None:

@@ -110,6 +110,18 @@ def with_precision(fn: Callable, precision: Precision | None) -> Callable:
     return run
 
 
+def differentiated(fn: Callable, precision: Precision | None) -> Callable:
+    """``fn`` as the function of a gradient that begins here: its arguments are cast, those of gradients inside not
+    again."""
+
+    @functools.wraps(fn)
+    def run(*args, **kwargs):
+        with precision_scope(precision) as scope, _casting(scope, args, kwargs) as (a, kw):
+            return fn(*a, **kw)
+
+    return run
+
+
 def check_gradient_scope(grad, x):
     """Refuse ``torch.func.grad`` under a precision: it would train on rounded parameters without a word."""
     scope = _scope.get()
