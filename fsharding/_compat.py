@@ -232,6 +232,20 @@ def watch_gradients(after: Callable, before: Callable | None = None):
         eager_transforms._autograd_grad = inner
 
 
+@contextlib.contextmanager
+def without_saved_hooks():
+    """Leave every ``saved_tensors_hooks`` of the user, which ``torch.func`` refuses to run under."""
+    autograd, hooks = torch._C._autograd, []
+    while (top := autograd._top_saved_tensors_default_hooks(False)) is not None:
+        hooks.append(top)
+        autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
 FAKE_ERRORS = (
     torch._subclasses.fake_tensor.DataDependentOutputException,
     torch._subclasses.fake_tensor.DynamicOutputShapeException,

@@ -86,6 +86,9 @@ LAYOUTS = [  # the first three are what the fast tests run
 ]
 
 
+PLAIN_MESHES = [fs.make_mesh({"one": 1}, fake=True)]
+
+
 # ---- programs --------------------------------------------------------------------------------------------------------
 def weights(out: torch.Tensor) -> torch.Tensor:
     """Another factor for each element, so that a permutation of a result is another loss."""

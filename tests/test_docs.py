@@ -2,6 +2,8 @@
 
 import inspect
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,7 +27,7 @@ def blocks(page):
     return [(text.count("\n", 0, m.start(2)), m.group(2)) for m in BLOCK.finditer(text) if m.group(1) is None]
 
 
-@pytest.mark.parametrize("page", [README, GUIDE], ids=name_of)
+@pytest.mark.parametrize("page", [README, GUIDE, ROOT / "docs" / "inside_shard.md"], ids=name_of)
 def test_code_blocks_run(page):
     found = blocks(page)
     assert found, f"{name_of(page)} has no python blocks"
@@ -69,3 +71,8 @@ def test_local_links_lead_to_files(page):
             continue
         file = page.parent / target.partition("#")[0]
         assert file.exists(), f"{name_of(page)} links to {target}, which is not there"
+
+
+def test_the_tables_of_the_page_come_from_the_code():
+    done = subprocess.run([sys.executable, str(PAGES[0].parent / "docs" / "generate.py"), "--check"], capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()

@@ -19,12 +19,14 @@ COALESCED = {
 }
 
 
-def coalesce(graph: fx.Graph, members: list[fx.Node], pack_bytes: int) -> None:
+def coalesce(graph: fx.Graph, members: list[fx.Node], pack_bytes: int, order: dict[fx.Node, int]) -> None:
     """Merge collectives of one op, group and dtype that stand side by side, their operands before the first.
 
     Those of which the larger side is at most ``pack_bytes`` share a buffer: a group call is slow on small pieces.
+    ``order`` numbers the nodes as they stood before any merge; a merge of what an earlier one made counts anew.
     """
-    order = {n: i for i, n in enumerate(graph.nodes)}
+    if any(a not in order for n in members for a in (n, *n.all_input_nodes, *n.users)):
+        order.update((n, i) for i, n in enumerate(graph.nodes))
     members = sorted(members, key=order.__getitem__)
     first = members[0]
     if any(order[a] > order[first] for n in members for a in n.all_input_nodes):
@@ -35,7 +37,7 @@ def coalesce(graph: fx.Graph, members: list[fx.Node], pack_bytes: int) -> None:
         (writer.grouped, [n for n in members if _bytes(n) > pack_bytes]),
     ):
         made += list(zip(some, kind(some), strict=True)) if len(some) > 1 else []
-    _replace(graph, made)
+    _replace(graph, made, order)
 
 
 def _bytes(node: fx.Node) -> int:
@@ -43,9 +45,8 @@ def _bytes(node: fx.Node) -> int:
     return max(sizes)
 
 
-def _replace(graph: fx.Graph, made) -> None:
+def _replace(graph: fx.Graph, made, order: dict[fx.Node, int]) -> None:
     """Each member's waits become what its function makes of the call that it is part of, earliest wait first."""
-    order = {n: i for i, n in enumerate(graph.nodes)}
     waits = [(wait, finish) for node, finish in made for wait in node.users]
     for wait, finish in sorted(waits, key=lambda pair: order[pair[0]]):
         with graph.inserting_before(wait):

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from fsharding import _compat as compat
 from fsharding.annotate.mesh import Mesh
-from fsharding.annotate.place import device_get, dims_of, reshard
+from fsharding.annotate.place import check_alive, device_get, dims_of, reshard
 from fsharding.annotate.spec import Dims, P, local_slices
 from fsharding.comm.storage import real_axes
 from fsharding.errors import ShardingError
@@ -190,6 +190,21 @@ class Outside(Program):
         saved = [*(blocks[i] for i in halves.inputs), *out[count : count + tensors]]
         return self.wrap(out[:count]), saved, out[count + tensors :]
 
+    def versions(self, leaves: Sequence[Any]) -> list[tuple[str, DTensor, int]]:
+        """The DTensors that ``backward`` will read: an op on a DTensor does not tell its block that it changed."""
+        read = [i for i in self.lowered.halves.inputs if i < len(leaves) and i not in self.lowered.donated]
+        named = [(self.local.inputs[i].name, leaves[i]) for i in read if isinstance(leaves[i], DTensor)]
+        return [(path, x, x._version) for path, x in named if not x.is_inference()]
+
+    def check_versions(self, read: list[tuple[str, DTensor, int]]) -> None:
+        for path, x, version in read:
+            check_alive(path, x)
+            if x._version != version:
+                raise ShardingError(
+                    f"{path} was changed in place between the call of `{self.lowered.name}` and its `backward`, which "
+                    "reads it. Call `backward` before the optimizer steps."
+                )
+
     def backward(self, saved: list, numbers: Sequence[int], cotangents: Sequence[torch.Tensor | None]) -> list:
         """The gradient of each leaf that requires grad, None where no cotangent reaches it. Empties ``saved``."""
         known = [g is not None for g in cotangents]
@@ -268,21 +283,21 @@ class _Apply(torch.autograd.Function):
     def forward(ctx, program: Outside, leaves: Sequence[Any], *_):
         ctx.set_materialize_grads(False)
         out, saved, ctx.numbers = program.forward(leaves)
-        ctx.program = program
+        ctx.program, ctx.read = program, program.versions(leaves)
         ctx.save_for_backward(*saved)
         ctx.mark_non_differentiable(*(x for x, on in zip(out, program.lowered.reach, strict=True) if not on))
         return tuple(out)
 
     @staticmethod
     def backward(ctx, *cotangents):
-        again = torch.is_grad_enabled()  # create_graph=True
+        again, program = torch.is_grad_enabled(), ctx.program  # create_graph=True
         with torch.no_grad():
             saved = list(ctx.saved_tensors)
             compat.release_saved(ctx)
-            grads = ctx.program.backward(saved, ctx.numbers, cotangents)
+            program.check_versions(ctx.read)
+            grads = program.backward(saved, ctx.numbers, cotangents)
         if again:
-            name = ctx.program.lowered.name
-            grads = [None if g is None else _Once.apply(name, g.requires_grad_()) for g in grads]
+            grads = [None if g is None else _Once.apply(program.lowered.name, g.requires_grad_()) for g in grads]
         return None, None, *grads
 
 

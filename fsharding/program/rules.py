@@ -259,10 +259,7 @@ RULES = {
             A.all.dims,
         )
     },
-    **{
-        op: red.whole_reduction
-        for op in (A.var.correction, A.prod.dim_int)
-    },
+    **{op: red.whole_reduction for op in (A.var.correction, A.prod.dim_int)},
     A.mm.default: red.mm,
     A.bmm.default: red.bmm,
     A.mv.default: red.mv,

@@ -104,7 +104,6 @@ _LINEAR_ALGEBRA = {
     "_linalg_svd": "2 -> 2 1 2",
     "_linalg_eigh": "2 -> 1 2",
     "linalg_eig": "2 -> 1 2",
-    "_linalg_eigvals": "2 -> 1",
     "_linalg_det": "2 -> 0 2 1",
     "_linalg_slogdet": "2 -> 0 0 2 1",
     "linalg_lu": "2 -> 2 2 2",

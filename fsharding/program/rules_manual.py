@@ -77,11 +77,13 @@ def to_global(p: Partition, node, args, kwargs):
 
 
 def identity(p, node, args, kwargs):
+    """Nothing moves: the types of values change, not their blocks."""
     return args[0]
 
 
 # ---- collectives -----------------------------------------------------------------------------------------------------
 def reduce(p: Partition, node, args, kwargs):
+    """One all-reduce over the axes."""
     x, op, group = args
     axes = storage.real_axes(p.mesh, _same_mesh(p, group))
     if isinstance(x, Const):
@@ -91,6 +93,7 @@ def reduce(p: Partition, node, args, kwargs):
 
 
 def gather(p: Partition, node, args, kwargs):
+    """One all-gather, stacked in front."""
     x, group = args
     axes, shape = storage.real_axes(p.mesh, _same_mesh(p, group)), tuple(node.meta["val"].shape)
     if isinstance(x, Const):
@@ -101,6 +104,7 @@ def gather(p: Partition, node, args, kwargs):
 
 
 def scatter(p: Partition, node, args, kwargs):
+    """One reduce-scatter of the first dim."""
     x, group = args
     axes, shape = storage.real_axes(p.mesh, _same_mesh(p, group)), tuple(node.meta["val"].shape)
     if isinstance(x, Const):
@@ -111,6 +115,7 @@ def scatter(p: Partition, node, args, kwargs):
 
 
 def exchange(p: Partition, node, args, kwargs):
+    """One all-to-all of the first dim."""
     x, group = args
     axes = storage.real_axes(p.mesh, _same_mesh(p, group))
     if isinstance(x, Const) or not axes:
@@ -121,6 +126,7 @@ def exchange(p: Partition, node, args, kwargs):
 
 
 def permute(p: Partition, node, args, kwargs):
+    """One exchange between pairs of ranks."""
     x, targets, group = args
     axes = storage.real_axes(p.mesh, _same_mesh(p, group))
     if not axes:

@@ -95,8 +95,9 @@ def schedule(program: LocalProgram, plan: Schedule, apart: bool = False) -> None
         chains = Chains(program)
     buckets = _order(graph, chains, plan)
     if plan.pack_mib:
+        order = {n: i for i, n in enumerate(graph.nodes)}
         for members in buckets:
-            coalesce(graph, members, int(plan.pack_mib * 2**20))
+            coalesce(graph, members, int(plan.pack_mib * 2**20), order)
     _channels(graph)
     drop_dead(graph)
     program.nodes = list(list(graph.nodes)[-1].args[0])  # waits were replaced

@@ -122,14 +122,17 @@ class _Cheap:
             return node.target in FACTORIES
         if node.target is operator.getitem:
             return is_view(node.args[0])
-        return is_view(node) and _shares(node, node.args[0])
+        return is_view(node) and _shares(node)
 
 
-def _shares(node: fx.Node, base: fx.Node) -> bool:
-    """``reshape`` and others are views or copies, by the strides of what they get: their values tell."""
-    ours, theirs = node.meta["val"], base.meta["val"]
-    ours = ours[0] if isinstance(ours, tuple | list) else ours
-    return isinstance(theirs, torch.Tensor) and compat.shares_storage(ours, theirs)
+def _shares(node: fx.Node) -> bool:
+    """``reshape`` and others are views or copies, by the strides of what they get: tried on a tensor without data."""
+    like = node.args[0].meta["val"]
+    base = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
+    rest, named = fx.node.map_arg((node.args[1:], node.kwargs), lambda n: n.meta["val"])
+    with torch.no_grad():
+        made = node.target(base, *rest, **named)
+    return compat.shares_storage(made[0] if isinstance(made, tuple | list) else made, base)
 
 
 def _graph(inputs: Sequence[fx.Node], nodes: Sequence[fx.Node], results: Sequence[fx.Node]) -> fx.Graph:

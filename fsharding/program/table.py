@@ -54,11 +54,14 @@ def rules() -> Rules:
     Ops that are not in it run on operands that every rank gathers, which is right on any mesh but slow; they warn with
     the source line, show as ``kind="fallback"`` in ``collectives()``, and are refused under ``strict=True``.
     """
-    rows = [RuleRow(_name(op), "ours", _says(rule), VERIFIED_ON) for op, rule in table.RULES.items()]
+    gone = set(decomposed())  # rules that only another version of PyTorch asks for are no rows of their own
+    ours = [(_name(op), rule) for op, rule in table.RULES.items()]
+    rows = [RuleRow(name, "ours", _says(rule), VERIFIED_ON) for name, rule in ours if name not in gone]
     rows += [RuleRow(_name(op), "pointwise", _says(table.pw.pointwise), VERIFIED_ON) for op in table.POINTWISE]
     rows += [RuleRow(_name(op), "user", _says(rule), checked) for op, (rule, checked) in table.USER.items()]
     served = {row.op for row in rows}
-    rows += [RuleRow(n, "decomposed", "into ops of this table", VERIFIED_ON) for n in decomposed() if n not in served]
+    named = sorted(n for n in gone - served if not n.startswith("aten::_"))
+    rows += [RuleRow(n, "decomposed", "into ops of this table", VERIFIED_ON) for n in named]
     order = {kind: i for i, kind in enumerate(("user", "ours", "pointwise", "decomposed"))}
     return Rules(sorted(rows, key=lambda row: (order[row.kind], row.op)))
 

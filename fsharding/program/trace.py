@@ -104,7 +104,7 @@ def _table() -> dict:
 def decomposed() -> list[str]:
     """Names of the ops that are rewritten into others when a function is traced."""
     ops = [op for op in _table() if isinstance(op, torch._ops.OpOverload) and not op._schema.is_mutable]
-    return sorted({op.name() for op in ops if op.namespace == "aten" and not op.name().startswith("aten::_")})
+    return sorted({op.name() for op in ops if op.namespace == "aten"})
 
 
 class _Constants:
@@ -172,7 +172,7 @@ def trace(
         with compat.watch_gradients(at_rest, started), oplib.lifting(lift), Rewrite(lift):
             return fn(*xs)
 
-    with _readable(), warnings.catch_warnings():
+    with _readable(), warnings.catch_warnings(), compat.without_saved_hooks():
         warnings.filterwarnings("ignore", message="There is a performance drop because we have not yet implemented")
         traced = make_fx(run, decomposition_table=_table(), tracing_mode="fake", _allow_non_fake_inputs=True)(*args)
         inline(traced.graph)
