@@ -1,13 +1,15 @@
 """Runs a case of the conformance table on layouts: one trace for all of them, all ranks in lockstep, no processes.
 
 ``python tests/conformance.py [NAMES]`` runs every layout in every variant: fp32 and bf16, values and gradients, inputs
-and blocks that lie transposed in memory. ``test_conformance.py`` runs parts of that.
+and blocks that lie transposed in memory. ``test_conformance.py`` runs parts of that. ``CONFORMANCE_DEVICE=cuda`` runs the ranks'
+programs on a GPU.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -22,8 +24,10 @@ from fsharding import tree as trees
 from fsharding.annotate.spec import normalize
 from fsharding.program import explain, lockstep
 from fsharding.program.donate import drop_dead
+from fsharding.program.execute import set_device
 from fsharding.program.partition import LocalProgram, Partition
 
+DEVICE = os.environ.get("CONFORMANCE_DEVICE", "cpu")  # where the ranks run; one device is the CPU in any case
 TOLERANCE = 1e-5  # relative to a leaf's largest element, fp32
 ULP = 2.0**-7  # of bf16, relative to a leaf's largest element
 MOST_NOISE = {torch.float32: 1e-3, torch.bfloat16: 2.0**-4}  # one device's own error, above which a check says nothing
@@ -133,16 +137,18 @@ class Traced:
             warnings.simplefilter("always")
             local = Partition(mesh, strict=strict).run(self.low.program.graph, inputs, None)
         drop_dead(local.graph)
+        set_device(local.graph, torch.device(DEVICE))
         return local, [str(w.message) for w in caught]
 
     def run(self, local: LocalProgram, lay: Callable = lambda block: block) -> list[torch.Tensor]:
         """Flat results; ``lay`` makes another memory layout of each rank's block of each input."""
         flat, mesh = [*self.args, *self.low.program.constants], local.mesh
         blocks = [
-            [lay(lockstep.cut(x, spec, mesh, rank)) for x, spec in zip(flat, local.inputs, strict=True)]
+            [lay(lockstep.cut(x, spec, mesh, rank)).to(DEVICE) for x, spec in zip(flat, local.inputs, strict=True)]
             for rank in range(mesh.size)
         ]
-        return lockstep.join(local, lockstep.run(local.graph, mesh, blocks))
+        results = lockstep.run(local.graph, mesh, blocks)
+        return lockstep.join(local, [[x.cpu() for x in own] for own in results])
 
 
 def transposed(block: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from helpers import run_ranks
 from programs import TOLERANCE, D, V, abstract, batch, init, logits, loss, relative, specs, worst
 from test_remat import model
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsharding as fs
 from fsharding import P
@@ -88,8 +90,15 @@ def several(p, b):
 
 
 # ---- the split -------------------------------------------------------------------------------------------------------
+def penalised(p, b):
+    """With a gradient inside, which belongs to the forward half."""
+    g = fs.grad(lambda w: F.rms_norm(F.embedding(b["x"], w), (D,)).sin().mean())(p["embed"])
+    return loss(p, b) + 100 * g.square().sum()
+
+
 FUNCTIONS = {
     "loss": loss,
+    "penalised": penalised,
     "several": several,
     "remat": model(fs.policies.nothing),
     "offload": model(fs.policies.offload("router")),
@@ -335,6 +344,28 @@ def test_what_is_saved_goes_through_pytorchs_hooks(mesh):
     assert packed and all(type(t) is torch.Tensor for t in packed)
 
 
+def test_what_is_saved_is_freed_while_backward_runs(mesh):
+    p, b = placed(mesh, init(layers=4, moe=False)), fs.device_put(batch(8), mesh, P(mesh.data_axes))
+    value, alive, saved = fs.shard(loss, mesh)(p, b), [], []
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            alive.append(sum(not x.expired() for x in saved))
+            return func(*args, **(kwargs or {}))
+
+    program = value.grad_fn.program
+    run, inputs = program.backward, len(program.lowered.halves.inputs)
+
+    def watched(tensors, numbers, cotangents):
+        saved.extend(StorageWeakRef(x.untyped_storage()) for x in tensors[inputs:])
+        with Count():
+            return run(tensors, numbers, cotangents)
+
+    program.backward = watched
+    value.backward()
+    assert len(saved) > 40 and alive[0] == len(saved) and alive[len(alive) // 2] < 0.6 * len(saved) and not alive[-1]
+
+
 def test_errors(mesh):
     f, w, x = small(mesh, lambda w, x: (x @ w).sin().sum())
     (g,) = torch.autograd.grad(f(w, x), w, create_graph=True)
@@ -431,16 +462,18 @@ def test_optimizers_step_as_on_one_device(mesh):
 def work(rank, world, shape, cases):
     mesh = fs.make_mesh(shape)
     out = {case: trajectories(mesh, *case) for case in cases}
-    # uneven blocks, results that DTensor's own autograd goes on with
+    # uneven blocks, results that DTensor's own autograd goes on with: its cotangents have placements of its own choice
     g = torch.Generator().manual_seed(0)
-    w, x = torch.randn(5, D, generator=g), torch.randn(8, 5, generator=g)
-    f = fs.shard(lambda w, x: (x @ w, w * w), mesh)
-    mine = fs.device_put(w, mesh, P(("efsdp", "ep"))).requires_grad_()
-    rows, rest = f(mine, fs.device_put(x, mesh, P(mesh.data_axes)))
-    (rows.square().mean() + rest.sum()).backward()
-    own = w.clone().requires_grad_()
-    ((x @ own).square().mean() + (own * own).sum()).backward()
-    out["dtensor"] = relative(fs.device_get(mine.grad), own.grad)
+    w, s, x = torch.randn(5, D, generator=g), torch.randn(D, generator=g), torch.randn(8, 5, generator=g)
+    f = fs.shard(lambda p, x: (x @ p[0], p[0] * p[0], p[1] * 3), mesh)
+    params = [fs.device_put(w, mesh, P(("efsdp", "ep"))).requires_grad_(), fs.device_put(s, mesh).requires_grad_()]
+    rows, rest, scale = f(params, fs.device_put(x, mesh, P(mesh.data_axes)))
+    pending = (rows.detach() * scale).sum()  # the cotangent of `scale` is a sum over the ranks
+    torch.autograd.backward([rows.square().mean(), rest.sum(), pending])
+    own = [t.clone().requires_grad_() for t in (w, s)]
+    rows = x @ own[0]
+    (rows.square().mean() + (own[0] * own[0]).sum() + (rows.detach() * own[1] * 3).sum()).backward()
+    out["dtensor"] = max(relative(fs.device_get(p.grad), q.grad) for p, q in zip(params, own, strict=True))
     return out
 
 

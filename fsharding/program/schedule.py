@@ -238,7 +238,7 @@ def _gather_buckets(graph, chains: Chains, keys, prefetch: int) -> list[list[fx.
     names, layers = chains.layers(), {}
     for node in sorted(chains.gathers(), key=lambda n: (use[n], position[n])):
         layers.setdefault((phase_of(node) == "backward", names[node]), []).append(node)
-    spans = _spans(graph, chains, names)
+    spans = {at: (len(position), -1) for at in layers} | _spans(graph, chains, names)  # a leaf may be read by no op
     heavy = [i for n, i in position.items() if _computes(n)]
     order = sorted(layers, key=lambda at: min(use[n] for n in layers[at]))
     issue = {}

@@ -167,9 +167,10 @@ class Sharded:
         if plain.is_disabled():
             refuse_gradients(call, "under `fs.disable_jit` the function runs on gathered copies")
             return plain.run(call, self._function())
-        return self._program(call, outside.wanted(call)).checked(call)
+        return self._program(call).checked(call)
 
-    def _program(self, call: Call, wanted: tuple[int, ...]) -> Program:
+    def _program(self, call: Call) -> Program:
+        wanted = outside.wanted(call)
         key = (self._key(call), wanted)
         program = self._programs.get(key)
         if program is None:
