@@ -6,7 +6,6 @@ import contextlib
 import datetime
 import os
 import sys
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 

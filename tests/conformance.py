@@ -1,8 +1,8 @@
 """Runs a case of the conformance table on layouts: one trace for all of them, all ranks in lockstep, no processes.
 
 ``python tests/conformance.py [NAMES]`` runs every layout in every variant: fp32 and bf16, values and gradients, inputs
-and blocks that lie transposed in memory. ``test_conformance.py`` runs parts of that. ``CONFORMANCE_DEVICE=cuda`` runs the ranks'
-programs on a GPU.
+and blocks that lie transposed in memory. ``test_conformance.py`` runs parts of that. ``CONFORMANCE_DEVICE=cuda`` runs
+the ranks' programs on a GPU.
 """
 
 from __future__ import annotations

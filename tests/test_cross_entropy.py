@@ -52,14 +52,20 @@ def test_values_and_gradients_on_every_split(reduction, keep, chunk, monkeypatch
 def test_labels_and_weights_of_unequal_ranks_are_one_mean():
     head, x, y = data(torch.float64)
     y[:2] = -100  # two of four ranks count nothing
-    got, _ = simulate(fs.shard(ours("mean", False), fs.make_mesh({"a": 4}, fake=True)), (head, x, y), (P(), P("a"), P("a")))
+    got, _ = simulate(
+        fs.shard(ours("mean", False), fs.make_mesh({"a": 4}, fake=True)), (head, x, y), (P(), P("a"), P("a"))
+    )
     assert worst(got, plain("mean")(head, x, y)) <= 1e-12
     y[:] = -100
     assert ours("mean", False)(head, x, y).isnan() and ours("sum", False)(head, x, y) == 0
 
 
 def test_logits_of_the_batch_live_only_if_asked_for():
-    args = (fs.ShapeDtype((64, 4096)), fs.ShapeDtype((512, 64), spec=P("a")), fs.ShapeDtype((512,), torch.int64, P("a")))
+    args = (
+        fs.ShapeDtype((64, 4096)),
+        fs.ShapeDtype((512, 64), spec=P("a")),
+        fs.ShapeDtype((512,), torch.int64, P("a")),
+    )
     mesh, logits = fs.make_mesh({"a": 2}, fake=True), 256 * 4096 * 4
     peak = {
         keep: fs.shard(fs.value_and_grad(ours("mean", keep)), mesh).lower(*args).memory_analysis()["peak"]
@@ -85,7 +91,10 @@ def test_bfloat16_is_as_close_as_the_plain_one():
         (lambda h, x, y: fs.nn.cross_entropy(x, h, y.float()), "one integer label a row"),
         (lambda h, x, y: fs.nn.cross_entropy(x, h, y, reduction="median"), "unknown reduction"),
         (lambda h, x, y: torch.func.vmap(lambda a, b: fs.nn.cross_entropy(a, h, b))(x, y), "no vmap rule"),
-        (lambda h, x, y: fs.grad(lambda v: fs.grad(lambda u: fs.nn.cross_entropy(x, u, y))(v).square().sum())(h), "second"),
+        (
+            lambda h, x, y: fs.grad(lambda v: fs.grad(lambda u: fs.nn.cross_entropy(x, u, y))(v).square().sum())(h),
+            "second",
+        ),
         (lambda h, x, y: torch.func.jvp(lambda u: fs.nn.cross_entropy(x, u, y), (h,), (h,)), "forward mode"),
     ],
 )

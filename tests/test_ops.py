@@ -1,4 +1,5 @@
-"""Ops of the table that no function of the conformance table reaches; and that with these every op of it is compared."""
+"""Ops of the table that no function of the conformance table reaches; and that with these every op of it is
+compared."""
 
 import pytest
 import torch

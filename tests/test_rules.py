@@ -203,9 +203,7 @@ def test_an_op_with_a_rule_is_not_overwritten_by_accident():
 
 def test_a_rule_that_does_not_fit_the_call_names_the_line():
     fs.register_rule(reverse, "b d -> b d")
-    with pytest.raises(
-        fs.ShardingError, match=r"test_rules\.py:\d+: `fs_test_rules::reverse`: .*2 dims"
-    ):
+    with pytest.raises(fs.ShardingError, match=r"test_rules\.py:\d+: `fs_test_rules::reverse`: .*2 dims"):
         simulate(fs.shard(lambda x: reverse(x), MESH, stored_argnums=()), (rows(6, 2, 2),), (P("a"),))
     fs.register_rule(both, "b d -> b, b")
     with pytest.raises(fs.ShardingError, match=r"test_rules\.py:\d+: `fs_test_rules::both`"):

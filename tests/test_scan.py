@@ -196,7 +196,10 @@ def test_a_gradient_inside_of_the_body(traces):
         (lambda: fs.scan(lambda c, x: (c.double(), x), torch.tensor(0.0), XS), "float64"),
         (lambda: fs.scan(lambda c, x: ((c, c), x), torch.tensor(0.0), XS), "structure"),
         (lambda: fs.scan(lambda c, x: c, torch.tensor(0.0), [{"a": XS}, {"b": XS}]), r"xs\[1\]"),
-        (lambda: fs.scan(lambda c, x: (c, x), torch.tensor(0.0), [{"a": XS}, {"a": XS[:2]}]), r"xs\[1\].*a is \(\(2,\)"),
+        (
+            lambda: fs.scan(lambda c, x: (c, x), torch.tensor(0.0), [{"a": XS}, {"a": XS[:2]}]),
+            r"xs\[1\].*a is \(\(2,\)",
+        ),
     ],
 )
 def test_mistakes(call, words):

@@ -1,9 +1,10 @@
 """The reference job: Qwen3-30B-A3B shapes, 8 of 48 layers, against transformers + FSDP2, in one run.
 
-    python examples/benchmarks/reference_job.py                       # everything; writes docs/results/reference_job.json
-    python examples/benchmarks/reference_job.py --systems ours:dp2ep:inductor transformers:fsdp2:compiled
-    python examples/benchmarks/reference_job.py --systems ours:dp2ep:eager --profile traces     # Perfetto opens them
-    python examples/benchmarks/reference_job.py --small --steps 2     # two CPU processes, tiny: does it run?
+    python examples/benchmarks/reference_job.py                       # everything; writes
+    docs/results/reference_job.json python examples/benchmarks/reference_job.py --systems ours:dp2ep:inductor
+    transformers:fsdp2:compiled python examples/benchmarks/reference_job.py --systems ours:dp2ep:eager --profile traces
+        # Perfetto opens them python examples/benchmarks/reference_job.py --small --steps 2     # two CPU processes,
+        tiny: does it run?
 
 Sequence 4096, 2 sequences a GPU, random tokens, bf16 compute, fp32 master weights, reductions and AdamW state, clipping
 by the global norm, no recomputation. A system is NAME:LAYOUT:BACKEND; each runs in processes of its own, in turn. The

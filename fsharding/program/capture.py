@@ -26,7 +26,8 @@ def refuse_host_sync(graph: fx.Graph, device: torch.device) -> None:
     for node in graph.nodes:
         if node.target in _SYNCS:
             raise ShardingError(
-                f"{line_of(node) or 'fs.shard'}: `{node.name}` cannot be captured into a CUDA graph: {_SYNCS[node.target]}. "
+                f"{line_of(node) or 'fs.shard'}: `{node.name}` cannot be captured into a CUDA graph: "
+                f"{_SYNCS[node.target]}. "
                 "Use a dispatcher without a host sync, `experts=None`, or backend='inductor'."
             )
 

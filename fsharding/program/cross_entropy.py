@@ -132,7 +132,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def vmap(info, in_dims, x, head, labels, ignore, keep):
-        raise ShardingError("`fs.nn.cross_entropy` has no vmap rule: its rows are a batch already. Use `F.cross_entropy`.")
+        raise ShardingError(
+            "`fs.nn.cross_entropy` has no vmap rule: its rows are a batch already. Use `F.cross_entropy`."
+        )
 
     @staticmethod
     def jvp(ctx, *tangents):

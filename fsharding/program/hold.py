@@ -1,7 +1,7 @@
 """Layer-major order: all micro-batches of a layer before the next layer, so that one gather of its weights serves all.
 
-A node's layer is the latest whose weights it needs, directly or through its operands; in the backward pass, counted from
-the end. Micro-batches do not depend on each other, so the order that this gives is one of the program's own.
+A node's layer is the latest whose weights it needs, directly or through its operands; in the backward pass, counted
+from the end. Micro-batches do not depend on each other, so the order that this gives is one of the program's own.
 """
 
 from __future__ import annotations

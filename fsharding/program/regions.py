@@ -2,8 +2,8 @@
 one.
 
 Collectives, waits, our kernels and writes to donated memory stay where the schedule put them. A region is compiled the
-first time it runs, for the shapes and strides that it meets; equal regions (a layer is met many times) share the result.
-Ops on routed rows, whose number changes from step to step, run as they are.
+first time it runs, for the shapes and strides that it meets; equal regions (a layer is met many times) share the
+result. Ops on routed rows, whose number changes from step to step, run as they are.
 """
 
 from __future__ import annotations

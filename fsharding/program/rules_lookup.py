@@ -1,9 +1,10 @@
 """Embeddings of a large vocabulary: the few rows that a batch reads travel, not the table.
 
-Legend: V rows of the table split over n ranks, D features, t ids of this rank. Every rank looks up all ranks' ids in its
-own V/n rows (others give zero) and a reduce-scatter brings each its t rows; backward, the rows' gradients are gathered
-and each rank adds up those of its own part, which is then at rest. Per rank about 2·n·t·D elements travel instead of
-V·D for the gather and V·D for the reduction, so the rule is used where 2·n·t < V. Exact: one rank adds, others add zero.
+Legend: V rows of the table split over n ranks, D features, t ids of this rank. Every rank looks up all ranks' ids in
+its own V/n rows (others give zero) and a reduce-scatter brings each its t rows; backward, the rows' gradients are
+gathered and each rank adds up those of its own part, which is then at rest. Per rank about 2·n·t·D elements travel
+instead of V·D for the gather and V·D for the reduction, so the rule is used where 2·n·t < V. Exact: one rank adds,
+others add zero.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """``scan``: one function over many layers. In a sharded program its body is traced once and stamped.
 
-The body and its gradient are traced as one graph, split where the forward pass ends, and called once a layer through two
-opaque ops; after the outer trace the calls are replaced by copies. What a layer costs is then a copy and its partition,
-not a trace. Under ``vmap``, forward mode or second derivatives the body is traced for every layer, as a loop would be.
+The body and its gradient are traced as one graph, split where the forward pass ends, and called once a layer through
+two opaque ops; after the outer trace the calls are replaced by copies. What a layer costs is then a copy and its
+partition, not a trace. Under ``vmap``, forward mode or second derivatives the body is traced for every layer, as a
+loop would be.
 """
 
 from __future__ import annotations
@@ -70,7 +71,9 @@ def _unstacked(xs: Any, length: int | None) -> list[Any]:
     paths, leaves, treedef = trees.flatten_with_paths(xs)
     for path, x in zip(paths, leaves, strict=True):
         if not isinstance(x, torch.Tensor) or not x.ndim:
-            raise ShardingError(f"`fs.scan`: {path or 'xs'} must be a tensor that is stacked along dim 0, got {x!r:.80}.")
+            raise ShardingError(
+                f"`fs.scan`: {path or 'xs'} must be a tensor that is stacked along dim 0, got {x!r:.80}."
+            )
     sizes = {x.shape[0] for x in leaves}
     if len(sizes) > 1:
         shown = ", ".join(f"{path or 'xs'} has {x.shape[0]}" for path, x in zip(paths, leaves, strict=True))
@@ -224,4 +227,3 @@ class _Body:
 
 def _meta(x: torch.Tensor) -> torch.Tensor:
     return torch.empty(tuple(x.shape), dtype=x.dtype, device="meta")
-

@@ -40,7 +40,8 @@ WAIT = C.wait_tensor.default
 _MOVES = {
     A._to_copy.default, A.reshape.default, A.view.default, A.permute.default, A.transpose.int, A.t.default,
     A.expand.default, A.unsqueeze.default, A.squeeze.dim, A.squeeze.dims, A.select.int, A.slice.Tensor,
-    A.contiguous.default, A.clone.default, A.unbind.int, operator.getitem, shards.unpad_blocks, shards.shard_slice, GATHER, WAIT,
+    A.contiguous.default, A.clone.default, A.unbind.int, operator.getitem, shards.unpad_blocks, shards.shard_slice,
+    GATHER, WAIT,
 }  # fmt: skip
 _PLANS = {exchange.expert_order, tiles_raw}
 _LAYER = re.compile(r"^(.*?\[\d+\])")
@@ -54,8 +55,8 @@ class Schedule:
         prefetch: how many layers ahead of its first use a layer's gather is issued; 0 issues it where it is used.
         regather: gather a leaf again for the backward pass instead of keeping it whole: less memory, more traffic. What
             the forward pass uses last is kept.
-        pack_mib: leaves of up to this size, gathered, travel packed in one buffer; larger ones in one group call without
-            copies. 0 switches both off: one collective a leaf.
+        pack_mib: leaves of up to this size, gathered, travel packed in one buffer; larger ones in one group call
+            without copies. 0 switches both off: one collective a leaf.
         in_flight: at most this many buckets of reductions run before the oldest is waited for; None: no bound. Their
             unreduced gradients stay alive as long.
         hold: "layer" runs all micro-batches of a layer before the next layer (in both directions), so that one gather

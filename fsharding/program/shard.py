@@ -90,10 +90,10 @@ def shard(
         experts: :class:`Experts`; "auto" means ``Experts("ep")`` where the mesh has that axis; None gathers experts as
             any weight.
         schedule: when parameters are gathered and gradients reduced: a :class:`Schedule`.
-        backend: how a rank runs its program. "eager": op by op. "inductor": what lies between our ops and collectives is
-            compiled, at the first call (seconds to a minute; a line on standard error says so). "cudagraph": the same,
-            and the whole step is captured as one CUDA graph at the second call; refused where the host must look at
-            data, as the all-to-all dispatcher's does.
+        backend: how a rank runs its program. "eager": op by op. "inductor": what lies between our ops and collectives
+            is compiled, at the first call (seconds to a minute; a line on standard error says so). "cudagraph": the
+            same, and the whole step is captured as one CUDA graph at the second call; refused where the host must look
+            at data, as the all-to-all dispatcher's does.
         strict: refuse ops without a rule for their operands, which otherwise run on gathered operands: right, but slow;
             they warn once and show as ``kind="fallback"`` in ``collectives()``.
 

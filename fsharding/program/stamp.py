@@ -78,8 +78,8 @@ class _Pull(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *cotangents):
         raise ShardingError(
-            "a second derivative through `fs.scan` that the trace did not see coming: take it by `fs.grad` of `fs.grad`, "
-            "both inside the sharded function, or write the loop out."
+            "a second derivative through `fs.scan` that the trace did not see coming: take it by `fs.grad` of "
+            "`fs.grad`, both inside the sharded function, or write the loop out."
         )
 
 
@@ -110,8 +110,13 @@ class _Call(torch.autograd.Function):
             if dtype.is_floating_point
         ]
         grads = iter(_Pull.apply(ctx.back.key, *_operands(ctx.back, primals, kept, given, constants)))
-        return None, None, None, None, *(next(grads) if x.is_floating_point() else None for x in primals), *(
-            None for _ in constants
+        return (
+            None,
+            None,
+            None,
+            None,
+            *(next(grads) if x.is_floating_point() else None for x in primals),
+            *(None for _ in constants),
         )
 
 
@@ -198,7 +203,9 @@ def inline(graph: fx.Graph) -> None:
     calls = [n for n in graph.nodes if n.target is stamp_raw]
     for node in calls:
         body = _STAMPS[node.args[0]]
-        env: dict[fx.Node, Any] = dict(zip((n for n in body.graph.nodes if n.op == "placeholder"), node.args[1], strict=True))
+        env: dict[fx.Node, Any] = dict(
+            zip((n for n in body.graph.nodes if n.op == "placeholder"), node.args[1], strict=True)
+        )
         outer = node.meta.get("custom", {})
         with graph.inserting_before(node):
             for inner in body.graph.nodes:

@@ -76,8 +76,8 @@ class GlobalProgram:
 
 
 # Kernels that are kept whole: they matter for speed, and their rules are as simple as those of their parts.
-_KEEP = """unbind sum mean _softmax _softmax_backward_data _log_softmax _log_softmax_backward_data silu silu_backward gelu
-gelu_backward
+_KEEP = """unbind sum mean _softmax _softmax_backward_data _log_softmax _log_softmax_backward_data silu silu_backward
+gelu gelu_backward
     native_layer_norm native_layer_norm_backward embedding_dense_backward t split split_with_sizes addmm _to_copy
     baddbmm stack transpose sigmoid_backward tanh_backward reflection_pad1d reflection_pad2d reflection_pad3d
     reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward replication_pad1d replication_pad2d

@@ -1,8 +1,9 @@
 """The optimizer step as few ops over many tensors, and the passes that let them work in place.
 
-``adamw`` (Loshchilov & Hutter, 2019) takes all leaves at once. Two passes over a local program then remove what it would
-otherwise read and write twice: ``fuse_updates`` lets it scale the gradients and add to the parameters itself,
-``in_place`` lets it write donated memory. On CUDA one Triton kernel a leaf reads p, g, m, v once and writes p, m, v once.
+``adamw`` (Loshchilov & Hutter, 2019) takes all leaves at once. Two passes over a local program then remove what it
+would otherwise read and write twice: ``fuse_updates`` lets it scale the gradients and add to the parameters itself,
+``in_place`` lets it write donated memory. On CUDA one Triton kernel a leaf reads p, g, m, v once and writes p, m, v
+once.
 """
 
 from __future__ import annotations
