@@ -22,6 +22,7 @@ from fsharding.comm.collectives import (
 )
 from fsharding.errors import ShardingError
 from fsharding.moe import ragged_dot
+from fsharding.program.constrain import constrain
 from fsharding.program.explain import Collective
 from fsharding.program.partition import Experts
 from fsharding.program.plain import disable_jit
@@ -50,6 +51,7 @@ __all__ = [
     "all_to_all",
     "axis_index",
     "axis_size",
+    "constrain",
     "device_get",
     "device_put",
     "disable_jit",

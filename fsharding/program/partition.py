@@ -97,6 +97,7 @@ class Partition:
         self.rows: dict[fx.Node, Dims] = {}  # how the inputs that are rows are split
         self.whole: dict[Any, Placed] = {}  # what was gathered because a rule needed it whole (``whole.py``)
         self._constants: dict[Any, fx.Node] = {}
+        self.found_at: dict[str, Dims] = {}  # where the operands of `fs.constrain` lay, for their cotangents
         self.lookups: dict[Any, Any] = {}  # embeddings whose rows travel; see ``rules_lookup.py``
         self._late: list[Input] = []
         self._results: dict[int, tuple] = {}

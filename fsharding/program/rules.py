@@ -9,7 +9,7 @@ import torch
 
 from fsharding.comm import shards
 from fsharding.moe import ops as moe_ops
-from fsharding.program import cross_entropy, rules_lookup, rules_mlp, rules_outside, update
+from fsharding.program import constrain, cross_entropy, rules_lookup, rules_mlp, rules_outside, update
 from fsharding.program import rules_batch as batch
 from fsharding.program import rules_index as ind
 from fsharding.program import rules_manual as by_hand
@@ -305,6 +305,8 @@ RULES = {
     **{op: moved for op in (offload_raw, reload_raw)},
     draw_raw: draw,
     **cross_entropy.RULES,
+    constrain.constrain_raw: constrain.rule,
+    constrain.constrain_t_raw: constrain.transpose_rule,
     update.squares_raw: update.squares,
     update.adamw_raw: update.adamw,
     # routed experts
