@@ -319,9 +319,10 @@ def shares_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.untyped_storage()._cdata == b.untyped_storage()._cdata
 
 
-def release_saved(ctx) -> None:
-    """What an ``autograd.Function`` saved may go while its backward still runs, unless the graph is retained."""
+def release_saved(ctx) -> bool:
+    """What an ``autograd.Function`` saved may go while its backward still runs, unless the graph is retained. Is it?"""
     ctx.maybe_clear_saved_tensors()
+    return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def retire(tensor: torch.Tensor) -> None:

@@ -193,3 +193,42 @@ def test_a_leaf_of_a_subclass_is_a_dtensor_that_runs_no_op_by_itself():
         assert isinstance(leaf, DTensor) and type(leaf * 2) is type(leaf)
         with pytest.raises(fs.ShardingError):
             torch.cumsum(leaf, 0)
+
+
+def test_what_a_function_saved_can_be_let_go_while_its_backward_runs():
+    seen = []
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x * 2)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, g):
+            (saved,) = ctx.saved_tensors
+            kept = compat.release_saved(ctx)
+            try:
+                again = ctx.saved_tensors[0] is not None
+            except RuntimeError:
+                again = False
+            seen.append((kept, again))
+            return g * 2
+
+    y = Twice.apply(torch.ones(3, requires_grad=True)).sum()
+    y.backward(retain_graph=True)
+    y.backward()
+    assert seen == [(True, True), (False, False)]
+
+
+def test_saved_tensor_hooks_can_be_left():
+    f = lambda: torch.func.grad(torch.sin)(torch.ones(()))
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+        with pytest.raises(RuntimeError, match="hooks"):
+            f()
+        with compat.without_saved_hooks():
+            f()
+        assert not packed
+        torch.ones((), requires_grad=True).sin()
+        assert packed

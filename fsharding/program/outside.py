@@ -293,8 +293,9 @@ class _Apply(torch.autograd.Function):
         again, program = torch.is_grad_enabled(), ctx.program  # create_graph=True
         with torch.no_grad():
             saved = list(ctx.saved_tensors)
-            compat.release_saved(ctx)
             program.check_versions(ctx.read)
+            if not compat.release_saved(ctx):
+                ctx.read = ()
             grads = program.backward(saved, ctx.numbers, cotangents)
         if again:
             grads = [None if g is None else _Once.apply(program.lowered.name, g.requires_grad_()) for g in grads]

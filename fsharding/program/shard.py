@@ -79,8 +79,7 @@ def shard(
         fn: a pure function of trees of tensors and numbers. It is traced once per structure, shapes, dtypes and specs.
         mesh: where it runs; None takes the mesh of the first sharded argument.
         in_specs: a tree prefix of the positional arguments (one entry each); None lets every DTensor leaf bring its
-            spec,
-            plain tensors being global values that every rank holds.
+            spec, plain tensors being global values that every rank holds.
         out_specs: a tree prefix of the result that overrides where results live.
         stored_argnums: arguments at rest (parameters, optimizer state): gathered where they meet rows. Donated
             arguments too.
@@ -96,6 +95,8 @@ def shard(
             at data, as the all-to-all dispatcher's does.
         strict: refuse ops without a rule for their operands, which otherwise run on gathered operands: right, but slow;
             they warn once and show as ``kind="fallback"`` in ``collectives()``.
+
+    With arguments that require grad the results can be differentiated from outside, by ``backward``.
 
     Raises:
         ShardingError: on all ranks alike, before anything moves; it names the leaf or the user's source line.
