@@ -16,7 +16,7 @@ else
   READY_FULL := $(FULL)
 endif
 
-.PHONY: train test test-all lint format clean
+.PHONY: train test test-slow test-all lint format clean
 
 $(CORE): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -34,8 +34,10 @@ train: $(READY_CORE)
 test: $(READY_FULL)
 	$(RUN) -m pytest -m "not slow" $(ARGS)
 
-test-all: $(READY_FULL)
-	$(RUN) -m pytest $(ARGS)
+test-slow: $(READY_FULL)
+	$(RUN) -m pytest -m slow $(ARGS)
+
+test-all: test test-slow
 
 lint: $(READY_FULL)
 	$(RUN) -m ruff check .

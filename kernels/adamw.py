@@ -44,6 +44,7 @@ def serves(*tensors: torch.Tensor) -> bool:
 
 def adamw_launch(p, g, m, v, scalars, scale, b1, b2, eps, decay):
     """In place on p, m, v. ``scalars``: (-rate, 1 - b1^t, 1 - b2^t), 0-d float32; ``scale``: 0-d or None."""
+    assert serves(p, g, m, v), "leaves must be contiguous and of one size"
     if p.numel() == 0:
         return
     minus_lr, correct1, correct2 = scalars

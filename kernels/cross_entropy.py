@@ -46,8 +46,14 @@ def row_gradient_kernel(z, g, labels, lse, out, V, stride, out_stride, IGNORE: t
     tl.store(out + row * out_stride + cols, (p * scale).to(out.dtype.element_ty), mask=cols < V)
 
 
+def rows_of(z: torch.Tensor) -> torch.Tensor:
+    """z with rows of stride 1."""
+    return z if z.stride(-1) == 1 else z.contiguous()
+
+
 def row_loss_launch(z: torch.Tensor, labels: torch.Tensor, ignore: int) -> tuple[torch.Tensor, torch.Tensor]:
     """z [T, V] with rows of stride 1, labels [T] -> loss and log-sum-exp, float32 [T]. Labels must be below V."""
+    z, labels = rows_of(z), labels.contiguous()
     loss, lse = (torch.empty(z.shape[0], dtype=torch.float32, device=z.device) for _ in range(2))
     if z.shape[0]:
         block = min(BLOCK, triton.next_power_of_2(z.shape[1]))
@@ -58,7 +64,12 @@ def row_loss_launch(z: torch.Tensor, labels: torch.Tensor, ignore: int) -> tuple
 
 
 def row_gradient_launch(z, g, labels, lse, ignore: int, out: torch.Tensor) -> torch.Tensor:
-    """dz [T, V] of the loss with cotangent g [T], written to ``out``, which may be z itself."""
+    """dz [T, V] of the loss with cotangent g [T], written to ``out``, which may be z itself.
+
+    g may be one number that is expanded to all rows: the kernel reads an element a row, so it is laid out first.
+    """
+    assert out.stride(-1) == 1 and out.shape == z.shape
+    z, g, labels, lse = rows_of(z), g.contiguous(), labels.contiguous(), lse.contiguous()
     if z.shape[0]:
         block = min(BLOCK, triton.next_power_of_2(z.shape[1]))
         grid = (z.shape[0], triton.cdiv(z.shape[1], block))

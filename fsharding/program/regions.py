@@ -23,6 +23,8 @@ A = torch.ops.aten
 C = torch.ops._c10d_functional
 # What they make has as many rows as there are tokens or experts, whatever they read.
 _CLOSING = {ops.combine_raw, ops.combine_w_raw, ops.dispatch_t_raw, ops.ragged_dw_raw, ops.segment_sum_raw}
+# Inductor divides the last windows by the wrong size under `ceil_mode` (pytorch#198119, up to torch 2.14).
+_LEFT_OUT = {A.avg_pool2d.default, A.avg_pool2d_backward.default, A.avg_pool3d.default, A.avg_pool3d_backward.default}
 _PRODUCTS = {A.mm.default, A.bmm.default, A.addmm.default}
 
 
@@ -96,7 +98,7 @@ def _fits(node: fx.Node, dynamic: set[fx.Node]) -> bool:
         return _fits(node.args[0], dynamic)
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten":
         return False
-    return not node.target._schema.is_mutable and node.target is not A.full.default
+    return not node.target._schema.is_mutable and node.target not in _LEFT_OUT and node.target is not A.full.default
 
 
 def _runs(graph: fx.Graph, dynamic: set[fx.Node], least: int):

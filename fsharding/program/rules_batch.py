@@ -6,6 +6,7 @@ A convolution's weight gradient is a sum over rows, so each rank's is one term o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -35,6 +36,8 @@ def leading(core: str | Callable, sizes: int | None = None) -> Callable:
         given = [(v, c) for (_, v), c in zip(slots, ins, strict=True) if v is not None]
         lead = torch.broadcast_shapes(*(tuple(red.shape_of(v))[: len(red.shape_of(v)) - c] for v, c in given))
         placed, found = p.align([(v, _lead_labels(red.shape_of(v), c, lead) + [None] * c) for v, c in given])
+        if node.target in _ROW_MAJOR:
+            placed = [replace(x, node=p.emit.call(A.contiguous.default, x.node)) for x in placed]
         local = red.replace_tensors(args, kwargs, slots, placed)
         if sizes is not None:
             full = list(local[0])
@@ -45,6 +48,10 @@ def leading(core: str | Callable, sizes: int | None = None) -> Callable:
 
     rule.__doc__ = "local in the leading dims"
     return rule
+
+
+# CUDA's kernel gives a wrong gradient for padded windows on channels-last memory (pytorch#188344, in torch 2.11).
+_ROW_MAJOR = {A.avg_pool2d_backward.default, A.avg_pool2d.default}
 
 
 def _counts(core, node) -> tuple[list[int], list[int]]:

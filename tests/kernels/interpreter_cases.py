@@ -240,3 +240,42 @@ def test_offsets_past_int32(kind):
     want = (real if kind.startswith("load") else near).clone()
     far_kernel[(1,)](address, torch.tensor([index], dtype=torch.int32), stride, near, KIND=kind, SIZE=size)
     assert torch.equal(real, want) and torch.equal(near, want)
+
+
+# ---- rows of logits, and the update ----------------------------------------------------------------------------------
+@pytest.mark.parametrize("classes", [5, 4096, 9001])
+@pytest.mark.parametrize("expanded", [False, True], ids=["each", "one number"])
+def test_cross_entropy_rows(classes, expanded):
+    """Also where the cotangent is one number that is expanded to all rows, and logits are a part of a wider buffer."""
+    from kernels.cross_entropy import row_gradient_launch, row_loss_launch
+
+    z = (torch.randn(7, classes + 3) * 3)[:, 1 : classes + 1]
+    labels = torch.randint(0, classes, (7,))
+    labels[2] = -100
+    g = torch.full((), 0.3).expand(7) if expanded else torch.rand(7)
+    loss, lse = row_loss_launch(z, labels, -100)
+    leaf = z.clone().requires_grad_()
+    want = torch.nn.functional.cross_entropy(leaf, labels, reduction="none")
+    (want * g).sum().backward()
+    same(loss, want.detach())
+    same(lse, torch.logsumexp(z, 1))
+    same(row_gradient_launch(z, g, labels, lse, -100, torch.empty(7, classes)), leaf.grad)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adamw(scaled, dtype):
+    """Three steps against the formula; gradients may be narrower than what they update."""
+    from kernels.adamw import adamw_launch
+
+    p, m, v = torch.randn(5000), torch.zeros(5000), torch.zeros(5000)
+    q, first, second = p.clone(), m.clone(), v.clone()
+    for t in (1, 2, 3):
+        g, scale = torch.randn(5000).to(dtype), torch.tensor(0.37)
+        numbers = [torch.tensor(-1e-2), torch.tensor(1 - 0.9**t), torch.tensor(1 - 0.99**t)]
+        adamw_launch(p, g, m, v, numbers, scale if scaled else None, 0.9, 0.99, 1e-8, 0.1)
+        wide = g.float() * (scale if scaled else 1.0)
+        first = 0.9 * first + 0.1 * wide
+        second = 0.99 * second + 0.01 * wide * wide
+        q = q - 1e-2 * ((first / numbers[1]) / ((second / numbers[2]).sqrt() + 1e-8) + 0.1 * q)
+        same(p, q), same(m, first), same(v, second)

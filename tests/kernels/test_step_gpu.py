@@ -1,0 +1,88 @@
+"""Whole programs on the GPU against the same on the CPU: the seams between kernels, such as strides."""
+
+
+import pytest
+import torch
+
+import fsharding as fs
+from fsharding import P
+from fsharding import tree as trees
+from fsharding.models import qwen3_moe
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+CFG = qwen3_moe.Config(
+    vocab_size=640, hidden_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
+    moe_intermediate_size=128, num_experts=16, num_experts_per_tok=4,
+)  # fmt: skip
+
+
+def batch():
+    g = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, CFG.vocab_size, (2, 129), generator=g)
+    labels = tokens[:, 1:].clone()
+    labels[0, :50] = -100
+    return {"tokens": tokens[:, :-1].contiguous(), "labels": labels}
+
+
+def step(optimizer, keep_logits):
+    def run(params, state, b):
+        def mean(p, b):
+            total, weight = qwen3_moe.loss(p, b, CFG, keep_logits=keep_logits)
+            return total / weight
+
+        value, grads = fs.value_and_grad(mean)(params, b)
+        updates, state = optimizer.update(grads, state, params)
+        return fs.optim.apply_updates(params, updates), state, value, grads
+
+    return run
+
+
+def trained(device, precision, backend="eager", steps=4, keep_logits=False):
+    """Losses of a few steps, and the gradients of the first."""
+    mesh = fs.make_mesh({"d": 1}, device=device)
+    params = fs.init(qwen3_moe.axes(CFG), mesh, P(), seed=0)
+    optimizer = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(3e-3, weight_decay=0.1))
+    state, b = optimizer.init(params), trees.map_with_path(lambda _, x: x.to(device), batch())
+    run = fs.shard(step(optimizer, keep_logits), mesh, donate_argnums=(0, 1), precision=precision, backend=backend)
+    losses, first = [], None
+    for _ in range(steps):
+        params, state, value, grads = run(params, state, b)
+        losses.append(float(value))
+        first = trees.map_with_path(lambda _, x: x.cpu(), fs.device_get(grads)) if first is None else first
+    return torch.tensor(losses), first
+
+
+def worst(got, want):
+    pairs = zip(trees.flatten(got)[0], trees.flatten(want)[0], strict=True)
+    return max(float((a - b).norm() / b.norm().clamp(min=1e-12)) for a, b in pairs)
+
+
+@pytest.mark.parametrize("keep_logits", [False, True])
+@pytest.mark.parametrize("precision, close", [(None, 2e-3), ("bfloat16", 0.1)])
+def test_gradients_and_losses_are_those_of_the_cpu(precision, close, keep_logits):
+    losses, grads = trained("cuda", precision, keep_logits=keep_logits)
+    want, expected = trained("cpu", precision, keep_logits=keep_logits)
+    assert worst(grads, expected) <= close
+    assert torch.allclose(losses, want, rtol=2e-3 if precision is None else 2e-2)
+    assert losses[-1] < losses[0] - 0.3  # it learns
+
+
+@pytest.mark.parametrize("backend", ["inductor", "cudagraph"])
+def test_back_ends_train_alike(backend):
+    losses, grads = trained("cuda", "bfloat16", backend, steps=6)
+    want, expected = trained("cuda", "bfloat16", "eager", steps=6)
+    assert worst(grads, expected) <= 0.05
+    assert torch.allclose(losses, want, rtol=1e-2), (losses, want)
+
+
+def test_one_cotangent_for_all_rows():
+    """A mean's gradient is one number, expanded: the kernel must not read past it."""
+    from fsharding.kernels.cross_entropy import row_gradient_launch, row_loss_launch
+
+    z, labels = torch.randn(300, 1000, device="cuda"), torch.randint(0, 1000, (300,), device="cuda")
+    _, lse = row_loss_launch(z, labels, -100)
+    g = torch.full((), 0.25, device="cuda").expand(300)
+    got = row_gradient_launch(z, g, labels, lse, -100, torch.empty_like(z))
+    assert torch.equal(got, row_gradient_launch(z, g.contiguous(), labels, lse, -100, torch.empty_like(z)))
+
+
