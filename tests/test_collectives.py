@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers import run_ranks
+from test_backends import evaluated, with_regions
 
 import fsharding as fs
 from fsharding import P
@@ -40,6 +41,11 @@ def problem(mesh, name, axes):
 
 
 def adjoints(mesh, name, axes):
+    both, x = both_sides(mesh, name, axes)
+    return fs.device_get(fs.shard(both, mesh, stored_argnums=())(x))
+
+
+def both_sides(mesh, name, axes):
     """⟨Ax, y⟩ and ⟨x, Aᵀy⟩, also for tangents and for batches, all from one program."""
     fn, x = problem(mesh, name, axes)
 
@@ -63,7 +69,7 @@ def adjoints(mesh, name, axes):
             "twice": ((twice - by_hand).abs().sum(), torch.zeros((), dtype=torch.float64)),
         }
 
-    return fs.device_get(fs.shard(both, mesh, stored_argnums=())(x))
+    return both, x
 
 
 def assert_adjoint(found):
@@ -78,6 +84,23 @@ def test_adjoint(ranks, name):
         mesh = fs.make_mesh(MESHES[ranks])
         for axes in {2: ["i"], 4: [("i", "j")], 8: ["i", ("j", "i")]}[ranks]:
             assert_adjoint(adjoints(mesh, name, axes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks, axes", [(2, "i"), (4, ("i", "j")), (8, "i")])
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_adjoint_compiled(name, ranks, axes):
+    """The same programs with what lies between their collectives compiled."""
+    mesh = fs.make_mesh(MESHES[ranks], fake=True)
+    both, x = both_sides(mesh, name, axes)
+    low = fs.shard(both, mesh, stored_argnums=()).lower(x)
+    graph, count = with_regions(low)
+    assert count
+    found = dict(zip(low.result["paths"], evaluated(low, graph, (x,)), strict=True))
+    for path, value in found.items():
+        if path.endswith("[0]"):
+            other = found[path.removesuffix("[0]") + "[1]"]
+            assert torch.allclose(value, other, rtol=1e-9, atol=1e-9), path
 
 
 def values(mesh):
