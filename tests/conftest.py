@@ -17,3 +17,9 @@ def _on_cpu(request, monkeypatch):
     """All but the kernel tests run on the CPU, also on a machine with GPUs: what is exact is tested there."""
     if "kernels" not in request.path.parts:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    """The same numbers in every run, whatever ran before."""
+    torch.manual_seed(0)

@@ -174,10 +174,10 @@ def test_a_gradient_inside_of_the_body(traces):
             inner = fs.grad(lambda u: (torch.sin(u) * c).sum())(v)
             return c + inner, inner.sum()
 
-        c, ys = fs.scan(body, x.mean(0), [{"v": w[i]}["v"] * torch.ones(6) for i in range(3)] and w)
+        c, ys = fs.scan(body, x.mean(0), w)
         return (c.sum() + ys.square().sum()) * x.sum()
 
-    w, x = torch.randn(4, 6), torch.randn(8, 6)
+    w, x = torch.randn(4, 6, dtype=torch.float64), torch.randn(8, 6, dtype=torch.float64)
     mesh = fs.make_mesh({"d": 2}, fake=True)
     got, _ = simulate(fs.shard(loss, mesh), (w, x), (P(None, "d"), P("d")))
     assert worst(got, loss(w, x)) <= TOLERANCE
