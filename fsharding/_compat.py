@@ -163,8 +163,12 @@ def outside_of_the_trace():
 
 
 def is_plain_fake(x: torch.Tensor, tracer) -> bool:
-    """A fake tensor of no trace and no transform: made by what runs right now."""
-    return is_fake(x) and not belongs_to(x, tracer)
+    """A fake tensor that the trace of ``tracer`` did not make, at whatever ``torch.func`` level: what runs right now
+    made it."""
+    base = x
+    while torch._C._functorch.is_functorch_wrapped_tensor(base):
+        base = torch._C._functorch.get_unwrapped(base)
+    return is_fake(base) and not belongs_to(base, tracer)
 
 
 def belongs_to(x: torch.Tensor, tracer) -> bool:

@@ -180,8 +180,9 @@ class _Body:
                 if compat.belongs_to(x, tracer):
                     self.foreign.append(x)
                 with compat.no_modes(), fakes:
-                    swaps[id(x)] = torch.empty(x.shape, dtype=x.dtype, device="cpu")
-            return swaps.get(id(x), x)
+                    fake = torch.empty(x.shape, dtype=x.dtype, device="cpu")
+                swaps[id(x)] = (fake, x)  # keeps x alive: its id stands for it
+            return swaps[id(x)][0] if id(x) in swaps else x
 
         with fakes:
             xs = [torch.empty(x.shape, dtype=x.dtype, device="cpu") for x in leaves]
