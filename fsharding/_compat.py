@@ -118,10 +118,10 @@ def current_tracer():
 
 def node_of(x: torch.Tensor):
     """The node that made a tensor in the running trace, seen through ``torch.func`` levels; None for any other."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(x):
-        x = torch._C._functorch.get_unwrapped(x)
     tracer = current_tracer()
-    return None if tracer is None else proxy_tensor.get_proxy_slot(x, tracer, None, lambda held: held.proxy.node)
+    if tracer is None:
+        return None
+    return proxy_tensor.get_proxy_slot(innermost(x), tracer, None, lambda held: held.proxy.node)
 
 
 def backward_sequence() -> int | None:
@@ -165,23 +165,25 @@ def outside_of_the_trace():
 def is_plain_fake(x: torch.Tensor, tracer) -> bool:
     """A fake tensor that the trace of ``tracer`` did not make, at whatever ``torch.func`` level: what runs right now
     made it."""
-    base = x
-    while torch._C._functorch.is_functorch_wrapped_tensor(base):
-        base = torch._C._functorch.get_unwrapped(base)
-    return is_fake(base) and not belongs_to(base, tracer)
+    return is_fake(innermost(x)) and not belongs_to(x, tracer)
 
 
 def belongs_to(x: torch.Tensor, tracer) -> bool:
     """Was this tensor made in the trace of ``tracer``, at whatever ``torch.func`` level?"""
-    while torch._C._functorch.is_functorch_wrapped_tensor(x):
-        x = torch._C._functorch.get_unwrapped(x)
-    return proxy_tensor.get_proxy_slot(x, tracer, None, lambda held: held) is not None
+    return proxy_tensor.get_proxy_slot(innermost(x), tracer, None, lambda held: held) is not None
 
 
 def has_tangent(x: torch.Tensor) -> bool:
     """Does a tensor carry a forward-mode tangent?"""
     forward_ad = torch.autograd.forward_ad
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
+
+
+def innermost(x: torch.Tensor) -> torch.Tensor:
+    """The tensor below all ``torch.func`` levels."""
+    while is_wrapped(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return x
 
 
 def is_wrapped(x: torch.Tensor) -> bool:

@@ -74,6 +74,11 @@ def tensors_in(values):
             yield from tensors_in(value)
 
 
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which sums and moments are computed: float64 stays, everything else is float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def raw_op(schema: str, kernel: Callable, fake: Callable, *, cuda: Callable | None = None, tags: Sequence = ()):
     """Register one raw op and return its overload.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -130,6 +131,20 @@ def specs(params, layout: str):
         return P() if x.ndim == 0 else P(dense[layout])
 
     return trees.map_with_path(one, params)
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def close(got, want):
+    assert worst(fs.device_get(got), want) <= TOLERANCE
+
+
+def refused(match, fn, *args):
+    with pytest.raises(fs.ShardingError, match=match) as error:
+        fn(*args)
+    return str(error.value)
 
 
 def worst(got, want) -> float:

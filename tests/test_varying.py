@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from programs import TOLERANCE, worst
+from programs import close, randn, refused
 
 import fsharding as fs
 from fsharding import P
@@ -13,20 +13,6 @@ from fsharding import P
 def mesh():
     with fs.simulate(8):
         yield fs.make_mesh({"i": 4, "j": 2})
-
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def close(got, want):
-    assert worst(fs.device_get(got), want) <= TOLERANCE
-
-
-def refused(match, fn, *args):
-    with pytest.raises(fs.ShardingError, match=match) as error:
-        fn(*args)
-    return str(error.value)
 
 
 # ---- types -----------------------------------------------------------------------------------------------------------

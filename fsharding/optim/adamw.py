@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fsharding.errors import ShardingError
+from fsharding.oplib import wide_dtype
 from fsharding.optim.base import (
     GradientTransformation,
     Scalars,
@@ -18,7 +19,7 @@ from fsharding.optim.base import (
     zeros_like_tree,
 )
 from fsharding.optim.schedule import Schedule, rate
-from fsharding.program.update import adamw_leaf, adamw_raw, wide_dtype
+from fsharding.program.update import adamw_leaf, adamw_raw
 from fsharding.tree import map_with_path
 
 

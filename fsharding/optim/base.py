@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fsharding import _compat as compat
 from fsharding.errors import ShardingError
+from fsharding.oplib import wide_dtype
 from fsharding.tree import broadcast_prefix, flatten_with_paths, unflatten
 
 
@@ -115,7 +116,7 @@ def dotted(name: str, path: str) -> str:
 
 def wide(x: torch.Tensor) -> torch.Tensor:
     """``x`` in the dtype that sums and moments are computed in: float64 as it is, everything else float32."""
-    return x.to(_wide_dtype(x))
+    return x.to(wide_dtype(x.dtype))
 
 
 class Scalars:
@@ -126,7 +127,7 @@ class Scalars:
 
     def like(self, leaf: torch.Tensor) -> tuple[float | torch.Tensor, ...]:
         """The values in the dtype that ``wide(leaf)`` has; Python floats as they are."""
-        dtype = _wide_dtype(leaf)
+        dtype = wide_dtype(leaf.dtype)
         if dtype not in self.cast:
             self.cast[dtype] = tuple(v.to(dtype) if isinstance(v, torch.Tensor) else v for v in self.values)
         return self.cast[dtype]
@@ -142,10 +143,6 @@ def is_part_of_a_program(*leaves: torch.Tensor) -> bool:
 def local(leaf: torch.Tensor) -> torch.Tensor:
     """The piece of a DTensor that this rank holds; a plain tensor as it is. Optimizers are not differentiated."""
     return leaf.detach().to_local() if isinstance(leaf, DTensor) else leaf
-
-
-def _wide_dtype(x):
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _aligned(where, paths, tree, first, name):

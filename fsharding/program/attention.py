@@ -11,13 +11,13 @@ import math
 import torch
 
 from fsharding.errors import ShardingError
-from fsharding.oplib import raw_op
+from fsharding.oplib import raw_op, wide_dtype
 
 A = torch.ops.aten
 
 
 def _wide(x):
-    return x.to(_wide_dtype(x.dtype))
+    return x.to(wide_dtype(x.dtype))
 
 
 def _scores(q, k, mask, causal, scale):
@@ -74,10 +74,6 @@ def _cpu_backward(g, q, k, v, out, lse, mask, causal, scale):
         g, q, _repeat(k, heads), _repeat(v, heads), out, lse, 0.0, causal, attn_mask=mask, scale=scale
     )
     return dq, _sum_heads(dk, groups), _sum_heads(dv, groups)
-
-
-def _wide_dtype(dtype):
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _flash(q, mask):
@@ -175,7 +171,7 @@ def _fake_like(x):
 attention_raw = raw_op(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float scale) -> (Tensor, Tensor)",
     _laid_out(_cpu_forward),
-    lambda q, k, v, mask, causal, scale: (_fake_like(q), q.new_empty(q.shape[:3], dtype=_wide_dtype(q.dtype))),
+    lambda q, k, v, mask, causal, scale: (_fake_like(q), q.new_empty(q.shape[:3], dtype=wide_dtype(q.dtype))),
     cuda=_laid_out(_cuda_forward),
 )
 attention_backward_raw = raw_op(

@@ -11,6 +11,7 @@ import torch
 
 from fsharding import oplib
 from fsharding.errors import ShardingError
+from fsharding.oplib import wide_dtype
 from fsharding.program.labels import label_rule
 
 ELEMENTS = 2**28  # of one chunk's logits
@@ -21,13 +22,9 @@ def _chunks(rows: int, classes: int):
     return [slice(i, min(i + step, rows)) for i in range(0, rows, step)]
 
 
-def _wide(x: torch.Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 def _loss(x, head, labels, ignore, keep):
     rows, classes = x.shape[0], head.shape[1]
-    loss, lse = (x.new_empty(rows, dtype=_wide(x)) for _ in range(2))
+    loss, lse = (x.new_empty(rows, dtype=wide_dtype(x.dtype)) for _ in range(2))
     logits = x.new_empty(rows if keep else 0, classes)
     for part in _chunks(rows, classes):
         z = torch.mm(x[part], head, out=logits[part]) if keep else x[part] @ head
@@ -40,7 +37,7 @@ def _row_loss(z, labels, ignore):
         from fsharding.kernels.cross_entropy import row_loss_launch
 
         return row_loss_launch(z, labels, ignore)
-    z = z.to(_wide(z))
+    z = z.to(wide_dtype(z.dtype))
     lse = torch.logsumexp(z, 1)
     valid = labels != ignore
     picked = z.gather(1, torch.where(valid, labels, 0)[:, None]).squeeze(1)
@@ -68,14 +65,14 @@ def _row_gradient(z, g, labels, lse, ignore, fresh):
 
         return row_gradient_launch(z, g, labels, lse, ignore, out=z if fresh else torch.empty_like(z))
     valid = labels != ignore
-    scale = torch.where(valid, g, 0.0).to(_wide(z))[:, None]
-    dz = torch.exp(z.to(_wide(z)) - lse[:, None]) * scale
+    scale = torch.where(valid, g, 0.0).to(wide_dtype(z.dtype))[:, None]
+    dz = torch.exp(z.to(wide_dtype(z.dtype)) - lse[:, None]) * scale
     dz.scatter_add_(1, torch.where(valid, labels, 0)[:, None], -scale)
     return dz.to(z.dtype)
 
 
 def _add_product(total, a, b):
-    wide = _wide(a)
+    wide = wide_dtype(a.dtype)
     if total is None:
         total = torch.zeros(a.shape[0], b.shape[1], dtype=wide, device=a.device)
     if a.is_cuda and a.dtype != wide:
@@ -87,8 +84,8 @@ loss_raw = oplib.raw_op(
     "linear_cross_entropy(Tensor x, Tensor head, Tensor labels, int ignore, bool keep) -> (Tensor, Tensor, Tensor)",
     _loss,
     lambda x, head, labels, ignore, keep: (
-        x.new_empty(x.shape[0], dtype=_wide(x)),
-        x.new_empty(x.shape[0], dtype=_wide(x)),
+        x.new_empty(x.shape[0], dtype=wide_dtype(x.dtype)),
+        x.new_empty(x.shape[0], dtype=wide_dtype(x.dtype)),
         x.new_empty(x.shape[0] if keep else 0, head.shape[1]),
     ),
 )

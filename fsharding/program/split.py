@@ -18,6 +18,7 @@ import torch.fx as fx
 from fsharding import _compat as compat
 from fsharding.program.donate import drop_dead
 from fsharding.program.emit import FACTORIES
+from fsharding.program.graphs import ancestors
 from fsharding.program.partition import LocalProgram
 from fsharding.program.remat import offload_raw
 from fsharding.program.schedule import WAIT, Chains
@@ -48,13 +49,7 @@ class Halves:
 
 def ahead(graph: fx.Graph, results: int) -> set[fx.Node]:
     """The nodes that the first ``results`` outputs need, inputs among them."""
-    found: set[fx.Node] = set()
-    stack = list(list(graph.nodes)[-1].args[0][:results])
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack += node.all_input_nodes
+    found = ancestors(list(graph.nodes)[-1].args[0][:results])
     for node in graph.nodes:
         if node.target in _TOGETHER and all(a in found for a in node.all_input_nodes):
             found.add(node)

@@ -15,6 +15,7 @@ import torch.fx as fx
 
 from fsharding import oplib
 from fsharding.errors import ShardingError
+from fsharding.program.graphs import ancestors
 
 
 @dataclass
@@ -146,7 +147,7 @@ def split(program, primals: int, count: int, gradients: bool) -> tuple[Stamp, St
     leaves = list(list(graph.nodes)[-1].args[0])
     if not gradients:
         return _stamp(graph, kinds, set(graph.nodes), leaves, None), None
-    ahead = _ancestors(leaves[:count])
+    ahead = ancestors(leaves[:count])
     ahead |= {n for n in kinds if kinds[n][0] != "cotangent"}
     ahead |= {n for n in graph.nodes if n.target is operator.getitem and n.args[0] in ahead}
     behind = [n for n in graph.nodes if n.op == "call_function" and n not in ahead]
@@ -157,23 +158,17 @@ def split(program, primals: int, count: int, gradients: bool) -> tuple[Stamp, St
     return front, _stamp(graph, kinds, set(behind), leaves[count:], "backward")
 
 
-def _ancestors(nodes) -> set[fx.Node]:
-    found, stack = set(), list(nodes)
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack += node.all_input_nodes
-    return found
-
-
 def _stamp(graph: fx.Graph, kinds: dict, inside: set[fx.Node], results: list[fx.Node], phase: str | None) -> Stamp:
     body, env, inputs = fx.Graph(), {}, []
-    needed = _ancestors_within(results, kinds, inside)
+
+    def given(node: fx.Node) -> bool:
+        return node in kinds and (node.op == "placeholder" or node not in inside)
+
+    needed = ancestors(results, given)
     for node in graph.nodes:
         if node not in needed:
             continue
-        if node in kinds and (node.op == "placeholder" or node not in inside):
+        if given(node):
             env[node] = body.placeholder(node.name)
             inputs.append(kinds[node])
         else:
@@ -184,17 +179,6 @@ def _stamp(graph: fx.Graph, kinds: dict, inside: set[fx.Node], results: list[fx.
     made = Stamp(f"scan{next(_numbers)}", body, inputs, [env[n] for n in results])
     _STAMPS[made.key] = made
     return made
-
-
-def _ancestors_within(results, kinds, inside) -> set[fx.Node]:
-    found, stack = set(), list(results)
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            if not (node in kinds and (node.op == "placeholder" or node not in inside)):
-                stack += node.all_input_nodes
-    return found
 
 
 # ---- copies ----------------------------------------------------------------------------------------------------------

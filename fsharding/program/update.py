@@ -15,16 +15,13 @@ import torch
 import torch.fx as fx
 
 from fsharding import oplib
+from fsharding.oplib import wide_dtype
 from fsharding.program.partition import Partition
 from fsharding.program.values import Const, Placed, Stored
 
 A = torch.ops.aten
 LISTS = "Tensor[] p, Tensor[] g, Tensor[] m, Tensor[] v, Tensor[] scalars, Tensor? scale"
 HYPER = "float b1, float b2, float eps, float decay, bool apply"
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
