@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 CORE := $(VENV)/.core
 FULL := $(VENV)/.full
+WORKERS ?= 2
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 
 ifeq ($(ENV),none)
@@ -32,10 +33,10 @@ train: $(READY_CORE)
 	$(RUN) examples/train_moe.py $(ARGS)
 
 test: $(READY_FULL)
-	$(RUN) -m pytest -m "not slow" $(ARGS)
+	$(RUN) -m pytest -n $(WORKERS) -m "not slow" $(ARGS)
 
 test-slow: $(READY_FULL)
-	$(RUN) -m pytest -m slow $(ARGS)
+	$(RUN) -m pytest -n $(WORKERS) -m slow $(ARGS)
 
 test-all: test test-slow
 

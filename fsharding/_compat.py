@@ -220,7 +220,7 @@ def track_constant(fake: torch.Tensor, real: torch.Tensor, name: str):
 
 @contextlib.contextmanager
 def watch_gradients(after: Callable, before: Callable | None = None):
-    """``after(gradient, input)`` replaces each gradient that a ``torch.func`` transform computes, and
+    """``after(gradients, inputs)`` replaces the gradients that a ``torch.func`` transform computes, and
     ``before(cotangent, output)`` each cotangent that it starts from."""
     inner = eager_transforms._autograd_grad
 
@@ -228,7 +228,7 @@ def watch_gradients(after: Callable, before: Callable | None = None):
         if grad_outputs is not None and before is not None:
             grad_outputs = tuple(before(g, y) for g, y in zip(grad_outputs, outputs, strict=True))
         grads = inner(outputs, inputs, grad_outputs, *args, **kwargs)
-        return tuple(after(g, x) for g, x in zip(grads, inputs, strict=True))
+        return tuple(after(grads, inputs))
 
     eager_transforms._autograd_grad = outer
     try:

@@ -127,7 +127,7 @@ ALGEBRA = {
     "vander": lambda a, w, y: torch.linalg.vander((a @ w)[:, 0], N=3),
     "householder": lambda a, w, y: torch.linalg.householder_product(a @ w, a[:, 0].sigmoid()),
     "tensorinv": lambda a, w, y: a @ torch.linalg.tensorinv(definite(w).view(4, 2, 2), 1).reshape(4, 4),
-    "gram_schmidt": lambda a, w, y: gram_schmidt(a @ w),
+    "gram_schmidt": lambda a, w, y: gram_schmidt(definite(a @ w)),
     "newton_schulz": lambda a, w, y: newton_schulz(definite(a @ w)),
     "rotation": lambda a, w, y: torch.linalg.cross(a[:, :3, 0], a[:, :3, 1] + w[0, :3]),
     "mahalanobis": lambda a, w, y: torch.einsum("bi,bij,bj->b", a[:, 0], torch.linalg.inv(definite(a)), a[:, 1] @ w),
@@ -165,8 +165,8 @@ def unary(f):
 _INPLACE_SAFE = """relu relu6 elu selu celu gelu silu mish softplus hardtanh hardswish hardsigmoid leaky_relu logsigmoid
 softsign tanhshrink hardshrink softshrink sigmoid tanh""".split()
 _MATH = """sin cos tan asinh atan sinh cosh exp expm1 square abs neg sigmoid tanh erf erfc sinc round floor ceil trunc
-frac sign sgn reciprocal exp2 deg2rad digamma signbit isfinite""".split()
-_POSITIVE = "log log2 log10 log1p sqrt rsqrt acosh lgamma".split()
+frac sign sgn exp2 deg2rad digamma signbit isfinite""".split()
+_POSITIVE = "reciprocal log log2 log10 log1p sqrt rsqrt acosh lgamma".split()
 
 POINTWISE = {
     **{name: unary(getattr(F, name)) for name in _INPLACE_SAFE},

@@ -124,7 +124,7 @@ STATISTICS = {
     **where("argmax", lambda z, d: z * z.argmax(d, keepdim=True)),
     **where("argmin", lambda z, d: z * z.argmin(d, keepdim=True)),
     **where("median", lambda z, d: z.median(d).values),
-    **where("mode", lambda z, d: z.round().mode(d).values + z.sum(d)),
+    **where("mode", lambda z, d: (z * 0.1).round().mode(d).values + z.sum(d)),
     **where("quantile", lambda z, d: z.float().quantile(0.3, d)),
     **where("kthvalue", lambda z, d: z.kthvalue(2, d).values),
     **where("cumsum", lambda z, d: z.cumsum(d)),

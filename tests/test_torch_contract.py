@@ -44,9 +44,9 @@ def test_the_tracer_is_reachable_and_backward_nodes_know_their_forward():
 def test_watching_gradients_of_every_transform():
     pairs = []
 
-    def after(g, x):
-        pairs.append((g.shape, x.shape))
-        return g * 2
+    def after(grads, inputs):
+        pairs.append([(g.shape, x.shape) for g, x in zip(grads, inputs, strict=True)])
+        return tuple(g * 2 for g in grads)
 
     x = torch.randn(3)
     f = lambda y: (y**2).sum()

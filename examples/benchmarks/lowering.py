@@ -62,6 +62,8 @@ def main():
     for mesh in meshes:
         seconds, _ = median(mesh, 2, mesh.size)
         print(f"2 layers on {mesh.size:5d} ranks {dict(mesh.shape)}: {seconds:.2f} s")
+    seconds, low = median(meshes[2], 48, meshes[2].size)
+    print(f"48 layers on {meshes[2].size} ranks: {seconds:.2f} s ({len(low.local.graph.nodes)} local nodes)")
 
 
 if __name__ == "__main__":

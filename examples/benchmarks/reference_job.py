@@ -1,10 +1,10 @@
 """The reference job: Qwen3-30B-A3B shapes, 8 of 48 layers, against transformers + FSDP2, in one run.
 
-    python examples/benchmarks/reference_job.py                       # everything; writes
-    docs/results/reference_job.json python examples/benchmarks/reference_job.py --systems ours:dp2ep:inductor
-    transformers:fsdp2:compiled python examples/benchmarks/reference_job.py --systems ours:dp2ep:eager --profile traces
-        # Perfetto opens them python examples/benchmarks/reference_job.py --small --steps 2     # two CPU processes,
-        tiny: does it run?
+    python examples/benchmarks/reference_job.py            # everything; writes docs/results/reference_job.json
+    python examples/benchmarks/reference_job.py --systems transformers:fsdp2:compiled ours:dp2ep:inductor
+    python examples/benchmarks/reference_job.py --gpus 4 --ep 2 --out four.json      # efsdp 2 x ep 2
+    python examples/benchmarks/reference_job.py --systems ours:dp2ep:eager --profile traces  # Perfetto opens them
+    python examples/benchmarks/reference_job.py --small --steps 2     # two CPU processes, tiny: does it run?
 
 Sequence 4096, 2 sequences a GPU, random tokens, bf16 compute, fp32 master weights, reductions and AdamW state, clipping
 by the global norm, no recomputation. A system is NAME:LAYOUT:BACKEND; each runs in processes of its own, in turn. The
@@ -16,6 +16,7 @@ profile of one further step. "planned" is what `memory_analysis()` said before a
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -70,6 +71,7 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--systems", nargs="+", default=SYSTEMS)
     parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument("--ep", type=int, default=None, help="ranks over which dp2ep splits experts; default: all")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--layers", type=int, default=None)
@@ -113,7 +115,9 @@ def worker(args) -> None:
     g = torch.Generator().manual_seed(dist.get_rank())
     tokens = torch.randint(0, sizes["vocab_size"], (batch, length + 1), generator=g).to(device)
     started = time.perf_counter()
-    step, planned = (ours if name == "ours" else peer)(sizes, layout, backend, tokens)
+    ep = (args.ep or dist.get_world_size()) if layout == "dp2ep" else 1
+    build = functools.partial(ours, ep=ep) if name == "ours" else peer
+    step, planned = build(sizes, layout, backend, tokens)
     first = float(step())
     compile_s = time.perf_counter() - started
     for _ in range(args.warmup - 1):
@@ -139,7 +143,7 @@ def worker(args) -> None:
     row = dict(
         system="transformers" if name == "transformers" else "fsharding", layout=layout, backend=backend, step_ms=ms,
         tokens_per_s_per_gpu=batch * length / ms * 1e3, peak_gib=float(peak), planned_gib=planned, **exposed,
-        first_loss=first, last_loss=float(last), first_step_s=compile_s, gpus=dist.get_world_size(),
+        first_loss=first, last_loss=float(last), first_step_s=compile_s, gpus=dist.get_world_size(), ep=ep,
         layers=sizes["num_hidden_layers"], sequence=length, batch_per_gpu=batch, torch=torch.__version__,
         device=torch.cuda.get_device_name() if cuda else "cpu",
     )  # fmt: skip
@@ -150,7 +154,7 @@ def worker(args) -> None:
     dist.destroy_process_group()
 
 
-def ours(sizes: dict, layout: str, backend: str, tokens):
+def ours(sizes: dict, layout: str, backend: str, tokens, ep: int):
     import torch
     import torch.distributed as dist
 
@@ -160,7 +164,6 @@ def ours(sizes: dict, layout: str, backend: str, tokens):
 
     cfg = model.Config(**sizes)
     ranks = dist.get_world_size()
-    ep = ranks if layout == "dp2ep" else 1
     mesh = fs.make_mesh({"replicate": 1, "efsdp": ranks // ep, "ep": ep}, device=tokens.device)
     axes = model.axes(cfg)
     params = fs.init(axes, mesh, getattr(fs.layouts, layout)(mesh)(axes))

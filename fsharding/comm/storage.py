@@ -18,7 +18,7 @@ Dims = tuple[tuple[str, ...], ...]
 
 def real_axes(mesh, axes) -> tuple[str, ...]:
     """Axes that cut something: those of size > 1."""
-    return tuple(a for a in axes if mesh.shape[a] > 1)
+    return tuple(a for a in axes if mesh.shape[a] > 1) if axes else ()
 
 
 def block_size(mesh, size: int, axes) -> int:

@@ -33,14 +33,22 @@ class Emitter:
     def __init__(self, mesh: Mesh):
         self.mesh, self.graph, self.note = mesh, fx.Graph(), {}
         self._items: dict[tuple[fx.Node, int], fx.Node] = {}
-        self._shapes: dict[Any, Any] = {}  # results by op and operands: a layer's ops come again in each layer
+        # Results by op and operands, and tensors by their description: a layer's ops come again in each layer, and
+        # then one tensor stands for all that look alike, which makes the look-up cheap.
+        self._shapes: dict[Any, Any] = {}
+        self._alike: dict[Any, torch.Tensor] = {}
         self._last: fx.Node | None = None  # input
 
     def input(self, name: str, shape, dtype) -> fx.Node:
         with self.graph.inserting_after(self._last) if self._last is not None else contextlib.nullcontext():
             self._last = node = self.graph.placeholder(name)
-        node.meta["val"] = torch.empty(tuple(shape), dtype=dtype, device="meta")
+        node.meta["val"] = self._one_for_all(torch.empty(tuple(shape), dtype=dtype, device="meta"))
         return node
+
+    def _one_for_all(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._alike.setdefault((tuple(value.shape), value.stride(), value.dtype), value)
+        return type(value)(map(self._one_for_all, value)) if type(value) in (list, tuple) else value
 
     def call(self, target, *args, **kwargs) -> fx.Node:
         """Add ``target(*args, **kwargs)``; arguments may hold nodes at any depth."""
@@ -56,7 +64,7 @@ class Emitter:
     def add(self, target, args, kwargs, value) -> fx.Node:
         """Add a node whose result is known to look like ``value``."""
         node = self.graph.call_function(target, args, kwargs)
-        node.meta["val"], node.meta["custom"] = value, dict(self.note)
+        node.meta["val"], node.meta["custom"] = self._one_for_all(value), dict(self.note)
         return node
 
     def item(self, node: fx.Node, index: int) -> fx.Node:
@@ -110,14 +118,18 @@ class Emitter:
 
 
 def _signature(value: Any) -> Any:
-    """A hashable description: tensors by shape, strides and dtype, numbers by their type as well (1 is not 1.0)."""
+    """A hashable description: tensors by identity (the key's owner keeps them), numbers by their type as well (1 is not
+    1.0)."""
+    kind = type(value)
+    if kind is int:
+        return value
     if isinstance(value, torch.Tensor):
-        return tuple(value.shape), value.stride(), value.dtype
+        return "tensor", id(value)
     if isinstance(value, tuple | list):
-        return tuple(map(_signature, value))
+        return tuple([_signature(v) for v in value])
     if isinstance(value, dict):
-        return tuple((k, _signature(v)) for k, v in value.items())
-    return (type(value), repr(value)) if isinstance(value, int | float | complex) else value
+        return tuple([(k, _signature(v)) for k, v in value.items()])
+    return (kind, repr(value)) if isinstance(value, int | float | complex) else value
 
 
 def value_of(node: fx.Node) -> Any:

@@ -135,24 +135,29 @@ class Partition:
         raise AssertionError("a graph ends with its output")
 
     def _apply(self, rule, fall_back, node, args, kwargs):
-        with self._planned():
-            try:
-                return rule(self, node, args, kwargs)
-            except NoRule as why:
+        try:
+            return rule(self, node, args, kwargs)
+        except NoRule as why:
+            with self._planned():
                 return fall_back(self, node, args, kwargs, why)
+        except Exception as error:
+            self._unplanned(error)
 
     @contextlib.contextmanager
     def _planned(self):
         """Whatever goes wrong in a rule, such as an op without a shape function, names the op and the user's line."""
         try:
             yield
-        except ShardingError:
-            raise
         except Exception as error:
-            raise ShardingError(
-                f"{line_of(self.node)}: `{self.node.target}` cannot be planned ({type(error).__name__}: {error}). "
-                "Write it with other ops."
-            ) from error
+            self._unplanned(error)
+
+    def _unplanned(self, error: Exception):
+        if isinstance(error, ShardingError):
+            raise error
+        raise ShardingError(
+            f"{line_of(self.node)}: `{self.node.target}` cannot be planned ({type(error).__name__}: {error}). "
+            "Write it with other ops."
+        ) from error
 
     def _enter(self, spec: Input):
         shape = tuple(storage.block_size(self.mesh, n, axes) for n, axes in zip(spec.shape, spec.dims, strict=True))

@@ -19,9 +19,9 @@ from fsharding.program import rules_reduce as red
 from fsharding.program import rules_strided as strided
 from fsharding.program import rules_views as views
 from fsharding.program.attention import attention_backward_raw, attention_raw
+from fsharding.program.bundle import like_raw
 from fsharding.program.partition import Partition
 from fsharding.program.remat import offload_raw, reload_raw
-from fsharding.program.trace import like_raw
 from fsharding.program.values import Const, Lazy, Placed, Spread, Stored, Viewed
 from fsharding.random import draw_raw
 

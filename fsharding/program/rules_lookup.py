@@ -16,8 +16,8 @@ import torch
 from fsharding.comm import groups
 from fsharding.oplib import raw_op
 from fsharding.program import rules_reduce as red
+from fsharding.program.bundle import like_raw
 from fsharding.program.partition import Partition
-from fsharding.program.trace import like_raw
 from fsharding.program.values import Const, Placed, Stored, is_routed
 
 A = torch.ops.aten

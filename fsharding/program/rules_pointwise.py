@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.fx as fx
 
@@ -260,7 +262,7 @@ def _placed(p: Partition, node, args, kwargs):
         else:
             local.append(p.scalar(v, v.ndim) if isinstance(v, Const) else v)
     out = p.emit.call(node.target, *local, **kwargs)
-    reached = tuple(torch.broadcast_shapes(*(v.shape for v in bases)))
+    reached = _broadcast(*(tuple(v.shape) for v in bases))
     reached = (1,) * (len(shape) - len(reached)) + reached
     dims = tuple(found.get(d, ()) for d in range(len(shape)))
     if out.meta["val"].ndim < len(shape):
@@ -269,6 +271,11 @@ def _placed(p: Partition, node, args, kwargs):
         )
     result = Placed(out, reached, dims)
     return result if reached == shape else Spread(result, shape)
+
+
+@functools.cache
+def _broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(torch.broadcast_shapes(*shapes))
 
 
 def substitute(values, old, new):

@@ -1,8 +1,8 @@
 """``scan``: one function over many layers. In a sharded program its body is traced once and stamped.
 
-The body and its gradient are traced as one graph, split where the forward pass ends, and called once a layer through
-two opaque ops; after the outer trace the calls are replaced by copies. What a layer costs is then a copy and its
-partition, not a trace. Under ``vmap``, forward mode or second derivatives the body is traced for every layer, as a
+The body and its gradient are traced as one graph, split where the forward pass ends, and the whole loop is one opaque
+op each way; after the outer trace those are replaced by copies. What a layer costs is then a copy and its partition,
+not a trace. Under ``vmap``, forward mode or second derivatives the body is traced for every layer, as a
 loop would be.
 """
 
@@ -20,6 +20,8 @@ from fsharding import tree as trees
 from fsharding.errors import ShardingError
 from fsharding.program import stamp
 from fsharding.program.composites import Rewrite
+
+CARRY = "must keep its structure, shapes and dtypes from step to step"
 
 
 def scan(
@@ -44,11 +46,13 @@ def scan(
     """
     items = _items(xs, length)
     order = range(len(items))[::-1] if reverse else range(len(items))
-    step = _stamped(body, init, items) if len(items) > 1 else None
+    loop = _stamped(body, init, items) if len(items) > 1 else None
+    if loop is not None:
+        return loop([items[i] for i in order], order)
     carry, ys = init, [None] * len(items)
     for i in order:
-        new, ys[i] = (step or body)(carry, items[i])
-        _same("the carry", carry, new, "must keep its structure, shapes and dtypes from step to step")
+        new, ys[i] = body(carry, items[i])
+        _same("the carry", carry, new, CARRY)
         carry = new
     return carry, _stack(ys)
 
@@ -110,7 +114,7 @@ def _stack(ys: list[Any]) -> Any:
 
 # ---- one trace for all steps -----------------------------------------------------------------------------------------
 def _stamped(body: Callable, init: Any, items: Sequence[Any]) -> Callable | None:
-    """A function like ``body`` that calls its traced graphs; None where the body must be traced step by step."""
+    """The loop over a body that was traced by itself; None where the body must be traced step by step."""
     levels = compat.functorch_levels()
     plain = oplib.in_region() or len(levels) > 1 or any(level != "Grad" for level in levels)
     if compat.current_tracer() is None or plain:
@@ -118,7 +122,7 @@ def _stamped(body: Callable, init: Any, items: Sequence[Any]) -> Callable | None
     _, leaves, treedef = trees.flatten_with_paths((init, items[0]))
     if not all(isinstance(x, torch.Tensor) for x in leaves):
         return None
-    one = _Body(body, treedef)
+    one = _Body(body, init, treedef)
     try:
         one.trace(leaves, bool(levels))
     except ShardingError:
@@ -138,6 +142,7 @@ class _Body:
     """
 
     body: Callable
+    init: Any
     treedef: Any
     foreign: list[torch.Tensor] = field(default_factory=list)
     result: dict[str, Any] = field(default_factory=dict)
@@ -217,13 +222,20 @@ class _Body:
 
         return both if gradients else forward
 
-    def __call__(self, carry, x):
-        assert self.forward is not None
-        _, leaves, _ = trees.flatten_with_paths((carry, x))
-        tensors = [*leaves, *self.foreign]
+    def __call__(self, items: Sequence[Any], order: Sequence[int]) -> tuple[Any, Any]:
+        """The last carry and the stacked ys of the loop over ``items``; step k's y stands at ``order[k]``."""
+        carry, first = trees.flatten_with_paths(self.init)[1], trees.flatten_with_paths(items[0])[1]
+        xs = [leaf for item in items for leaf in trees.flatten_with_paths(item)[1]]
+        counts = len(items), len(carry), len(first), len(self.foreign), len(self.result["kinds"])
+        run = stamp.Run(self.forward, self.backward, *counts)
         constants = oplib.operands(*self.constants)
-        outs = stamp.call(self.forward, self.backward, len(self.result["kinds"]), tensors, constants)
-        return trees.unflatten(self.result["treedef"], outs)
+        last, ys = stamp.call(run, [*carry, *xs, *self.foreign], constants)
+        steps = [trees.unflatten(self.result["treedef"], [*last, *y]) for y in ys]
+        _same("the carry", self.init, steps[-1][0], CARRY)
+        placed: list[Any] = [None] * len(items)
+        for at, (_, y) in zip(order, steps, strict=True):
+            placed[at] = y
+        return steps[-1][0], _stack(placed)
 
 
 def _meta(x: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,6 +38,22 @@ from fsharding.program.schedule import schedule as scheduled
 from fsharding.program.trace import GlobalProgram, trace
 from fsharding.program.transforms import Precision, check_gradient_scope, differentiated, with_precision
 from fsharding.program.update import fuse_updates, in_place
+
+
+def _without_collector(fn: Callable) -> Callable:
+    """``fn`` with the garbage collector paused: a graph of many nodes makes it walk the heap again and again."""
+
+    @functools.wraps(fn)
+    def run(*args, **kwargs):
+        was = gc.isenabled()
+        gc.disable()
+        try:
+            return fn(*args, **kwargs)
+        finally:
+            if was:
+                gc.enable()
+
+    return run
 
 
 @dataclass(frozen=True)
@@ -336,6 +353,7 @@ class Sharded:
                     agree(call.mesh, "program", f"`{call.name}` failed: {type(error).__name__}: {error}", timeout_s=20)
             raise
 
+    @_without_collector
     def _lower(self, call: Call) -> Lowered:
         inputs, fakes = self._inputs(call)
         result: dict[str, Any] = {}
@@ -350,6 +368,7 @@ class Sharded:
         warn_if_replicated(call.name, program, local, inputs)
         return Lowered(program, local, result, donated, call, self._bind, self.options.backend)
 
+    @_without_collector
     def _lower_joint(self, call: Call, wanted: tuple[int, ...]) -> Lowered:
         """The function with its pull-back to the leaves that require grad: see ``outside.py``."""
         outside.check(call, wanted, self._donated(call), self.options.backend)

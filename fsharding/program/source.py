@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import os
 import sys
 import traceback
@@ -24,6 +25,7 @@ _SKIP = (
 )
 
 
+@functools.cache
 def is_user_file(name: str) -> bool:
     """Is this a file of the user's (or of a model, which is code that a user could have written)?"""
     if name.startswith(_GENERATED):

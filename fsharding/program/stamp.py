@@ -1,4 +1,4 @@
-"""Graphs that are called like ops while an outer graph is traced, and copied into it afterwards."""
+"""A traced body that a loop calls as one op while the outer graph is traced, copied into it once a step afterwards."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import torch.fx as fx
 
 from fsharding import oplib
 from fsharding.errors import ShardingError
+from fsharding.program.bundle import fakes
 from fsharding.program.graphs import ancestors
 
 
@@ -23,7 +24,6 @@ class Stamp:
     """One graph: ``inputs`` says what its placeholders are ("primal", "saved", "cotangent" or "constant", and which);
     ``outputs`` are its result nodes."""
 
-    key: str
     graph: fx.Graph
     inputs: list[tuple[str, int]]
     outputs: list[fx.Node]
@@ -33,7 +33,6 @@ class Stamp:
         return [n.meta["val"] for n in self.outputs]
 
 
-_STAMPS: dict[str, Stamp] = {}  # those of the traces that run now: the fakes of the op look here
 _numbers = itertools.count()
 _marking: contextvars.ContextVar[bool] = contextvars.ContextVar("fsharding_marking", default=True)
 
@@ -53,24 +52,70 @@ def unmarked():
         _marking.reset(token)
 
 
+@dataclass
+class Run:
+    """A loop over a stamped body: one opaque op in the outer trace, and one for its gradient.
+
+    Operands: the leaves of the first carry, those of each x in the order of the steps, what all steps share, constants.
+    Results: the last carry, each step's ys, and a token. The gradient's op takes the operands, a cotangent for each
+    floating result and the token, which tells whose gradient it is: what else it reads of the forward pass is found
+    when the two are replaced by copies.
+    """
+
+    ahead: Stamp
+    back: Stamp | None
+    steps: int
+    carry: int  # leaves of the carry
+    item: int  # leaves of one x
+    shared: int
+    results: int  # leaves of the carry and of one y
+
+    def __post_init__(self):
+        self.key = f"scan{next(_numbers)}"
+        _RUNS[self.key] = self
+        values = self.ahead.vals[: self.results]
+        self.values = self.unrolled(values)
+        self.floats = [v.is_floating_point() for v in values]
+        self.primals = self.carry + self.steps * self.item + self.shared
+
+    def unrolled(self, one: list) -> list:
+        """For each result of the loop what holds for the results of one step."""
+        return one[: self.carry] + one[self.carry :] * self.steps
+
+    def of_step(self, i: int, carry: Sequence, operands: Sequence) -> list:
+        """What step i is called with."""
+        at, behind = self.carry + i * self.item, self.carry + self.steps * self.item
+        return [*carry, *operands[at : at + self.item], *operands[behind : behind + self.shared]]
+
+
+_RUNS: dict[str, Run] = {}  # those of the traces that run now: the fakes of the ops look here
+
+
 def _run(key, xs):
     raise AssertionError("a stamped graph is copied into its program before anything runs")
 
 
 def _fake(key, xs):
-    return [torch.empty(v.shape, dtype=v.dtype, device=xs[0].device if xs else "cpu") for v in _STAMPS[key].vals]
+    device = xs[0].device if xs else "cpu"
+    outs = [torch.empty(v.shape, dtype=v.dtype, device=device) for v in _RUNS[key].values]
+    return [*outs, torch.empty(0, device=device)]
+
+
+def _fake_back(key, xs):
+    return fakes((x, x.dtype) for x in xs[: _RUNS[key].primals] if x.is_floating_point())
 
 
 stamp_raw = oplib.raw_op("stamp(str key, Tensor[] xs) -> Tensor[]", _run, _fake)
+back_raw = oplib.raw_op("stamp_back(str key, Tensor[] xs) -> Tensor[]", _run, _fake_back)
 
 
 # ---- calls -----------------------------------------------------------------------------------------------------------
 class _Pull(torch.autograd.Function):
-    """The backward graph as an op of its own: a second derivative through it raises and nothing else does."""
+    """The gradient as an op of its own: a second derivative through it raises and nothing else does."""
 
     @staticmethod
     def forward(key, *tensors):
-        return tuple(stamp_raw(key, list(tensors)))
+        return tuple(back_raw(key, list(tensors)))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -85,52 +130,49 @@ class _Pull(torch.autograd.Function):
 
 
 class _Call(torch.autograd.Function):
-    """One step: the forward graph gives the results and what the backward graph will read besides its operands."""
+    """The loop."""
 
     @staticmethod
-    def forward(ahead: Stamp, back: Stamp | None, count: int, primals: int, *tensors):
-        return tuple(stamp_raw(ahead.key, _operands(ahead, tensors[:primals], (), (), tensors[primals:])))
+    def forward(run: Run, *tensors):
+        return tuple(stamp_raw(run.key, list(tensors)))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        _, ctx.back, ctx.count, ctx.primals, *tensors = inputs
-        ctx.kinds = [(x.shape, x.dtype) for x in output[: ctx.count]]
-        floats = [x.is_floating_point() for x in output[: ctx.count]]
-        ctx.mark_non_differentiable(*(x for i, x in enumerate(output) if i >= ctx.count or not floats[i]))
-        ctx.set_materialize_grads(False)  # most outputs are kept values, which nobody differentiates
-        ctx.save_for_backward(*tensors, *output[ctx.count :])
+        ctx.run, *tensors = inputs
+        *results, token = output
+        ctx.mark_non_differentiable(token, *(x for x in results if not x.is_floating_point()))
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors, token)
 
     @staticmethod
     def backward(ctx, *cotangents):
-        saved = ctx.saved_tensors
-        total = len(saved) - (len(cotangents) - ctx.count)
-        primals, constants, kept = saved[: ctx.primals], saved[ctx.primals : total], saved[total:]
-        given = [
-            torch.zeros(shape, dtype=dtype, device=primals[0].device) if g is None else g
-            for g, (shape, dtype) in zip(cotangents, ctx.kinds, strict=False)
-            if dtype.is_floating_point
-        ]
-        grads = iter(_Pull.apply(ctx.back.key, *_operands(ctx.back, primals, kept, given, constants)))
-        return (
-            None,
-            None,
-            None,
-            None,
-            *(next(grads) if x.is_floating_point() else None for x in primals),
-            *(None for _ in constants),
-        )
+        *tensors, token = ctx.saved_tensors
+        run, zeros = ctx.run, {}
+
+        def given(g, value):
+            kind = tuple(value.shape), value.dtype
+            if g is None and kind not in zeros:
+                zeros[kind] = torch.zeros(value.shape, dtype=value.dtype, device=token.device)
+            return zeros[kind] if g is None else g
+
+        pairs = zip(cotangents[:-1], run.values, strict=True)
+        known = [given(g, value) for g, value in pairs if value.is_floating_point()]
+        grads = iter(_Pull.apply(run.key, *tensors, *known, token))
+        primals = tensors[: run.primals]
+        constants = tensors[run.primals :]
+        return None, *(next(grads) if x.is_floating_point() else None for x in primals), *(None for _ in constants)
 
 
-def call(ahead: Stamp, back: Stamp | None, count: int, primals: Sequence, constants: Sequence) -> list[torch.Tensor]:
-    """The results of one step, in the running trace."""
-    if back is None:
-        return list(stamp_raw(ahead.key, _operands(ahead, primals, (), (), constants)))[:count]
-    return list(_Call.apply(ahead, back, count, len(primals), *primals, *constants))[:count]
-
-
-def _operands(stamp: Stamp, primals, saved, cotangents, constants) -> list[torch.Tensor]:
-    kinds = {"primal": primals, "saved": saved, "cotangent": cotangents, "constant": constants}
-    return [kinds[kind][i] for kind, i in stamp.inputs]
+def call(run: Run, primals: Sequence, constants: Sequence) -> tuple[list, list[list]]:
+    """The loop in the running trace: the last carry, and each step's ys."""
+    if run.back is None:
+        outs = stamp_raw(run.key, [*primals, *constants])
+    else:
+        outs = _Call.apply(run, *primals, *constants)
+    each = run.results - run.carry
+    starts = range(run.carry, len(outs) - 1, each) if each else ()
+    ys = [list(outs[i : i + each]) for i in starts] or [[] for _ in range(run.steps)]
+    return list(outs[: run.carry]), ys
 
 
 # ---- one joint graph -> two ------------------------------------------------------------------------------------------
@@ -176,35 +218,100 @@ def _stamp(graph: fx.Graph, kinds: dict, inside: set[fx.Node], results: list[fx.
         env[node].meta = dict(node.meta)
         if phase and "custom" in node.meta:
             env[node].meta["custom"] = {**node.meta["custom"], "phase": phase}
-    made = Stamp(f"scan{next(_numbers)}", body, inputs, [env[n] for n in results])
-    _STAMPS[made.key] = made
-    return made
+    return Stamp(body, inputs, [env[n] for n in results])
 
 
 # ---- copies ----------------------------------------------------------------------------------------------------------
 def inline(graph: fx.Graph) -> None:
-    """Replace every call by a copy of its graph; notes of the call (a recomputed region) carry over."""
-    calls = [n for n in graph.nodes if n.target is stamp_raw]
+    """Replace every loop by one copy of its body a step."""
+    steps: dict[fx.Node, list] = {}  # by token, what each step was called with and what backward reads of it
+    calls = [n for n in graph.nodes if n.target in (stamp_raw, back_raw)]
     for node in calls:
-        body = _STAMPS[node.args[0]]
-        env: dict[fx.Node, Any] = dict(
-            zip((n for n in body.graph.nodes if n.op == "placeholder"), node.args[1], strict=True)
-        )
-        outer = node.meta.get("custom", {})
+        run = _RUNS[node.args[0]]
         with graph.inserting_before(node):
-            for inner in body.graph.nodes:
-                if inner.op == "placeholder":
-                    continue
-                copy = env[inner] = graph.node_copy(inner, env.__getitem__)
-                custom = dict(inner.meta.get("custom", {}))
-                if "remat" in outer:
-                    custom["remat"] = outer["remat"]
-                if outer.get("phase") == "backward":
-                    custom["phase"] = "backward"
-                copy.meta = {**inner.meta, "custom": custom}
+            if node.target is stamp_raw:
+                results, kept = _forward(graph, node, run)
+            else:
+                results, kept = _backward(graph, node, run, steps.pop(_source(node.args[1][-1]))), None
         for item in list(node.users):
-            item.replace_all_uses_with(env[body.outputs[item.args[1]]])
+            if item.args[1] < len(results):
+                item.replace_all_uses_with(results[item.args[1]])
+                graph.erase_node(item)
+            else:
+                steps[item] = kept
+    for node in reversed(calls):
+        for item in list(node.users):  # tokens
+            for user in list(item.users):
+                graph.erase_node(user)
             graph.erase_node(item)
         graph.erase_node(node)
-    for key in {n.args[0] for n in calls}:
-        _STAMPS.pop(key, None)
+        _RUNS.pop(node.args[0], None)
+
+
+def _source(node: fx.Node) -> fx.Node:
+    while node.target is not operator.getitem:
+        node = node.args[0]  # an alias
+    return node
+
+
+def _forward(graph: fx.Graph, node: fx.Node, run: Run) -> tuple[list, list]:
+    operands = list(node.args[1])
+    carry, ys, kept = operands[: run.carry], [], []
+    for i in range(run.steps):
+        primals = run.of_step(i, carry, operands)
+        outs = _copy(graph, run.ahead, {"primal": primals, "constant": operands[run.primals :]}, node)
+        kept.append((primals, outs[run.results :]))
+        carry = outs[: run.carry]
+        ys += outs[run.carry : run.results]
+    return carry + ys, kept
+
+
+def _backward(graph: fx.Graph, node: fx.Node, run: Run, kept: list) -> list:
+    """Gradients of the carry, of each x and of what is shared, the last step first."""
+    operands = list(node.args[1])
+    carried, of_y = sum(run.floats[: run.carry]), sum(run.floats[run.carry :])
+    constants, cotangents = _tail(run, operands, carried + of_y * run.steps)
+    carry, ys = cotangents[:carried], cotangents[carried:]
+    items: list[list] = [[]] * run.steps
+    shared: list = []
+    for i in reversed(range(run.steps)):
+        primals, saved = kept[i]
+        pulled = [*carry, *ys[i * of_y : (i + 1) * of_y]]
+        given = {"primal": primals, "saved": saved, "cotangent": pulled, "constant": constants}
+        grads = _copy(graph, run.back, given, node)
+        behind = carried + _floating(primals[run.carry : run.carry + run.item])
+        carry, items[i] = grads[:carried], grads[carried:behind]
+        more = grads[behind:]
+        shared = [_added(graph, a, b) for a, b in zip(shared, more, strict=True)] if shared else more
+    return [*carry, *(g for item in items for g in item), *shared]
+
+
+def _tail(run: Run, operands: list, count: int) -> tuple[list, list]:
+    """Constants and cotangents of a gradient's op; the token is the last operand."""
+    rest = operands[run.primals : -1]
+    return rest[: len(rest) - count], rest[len(rest) - count :]
+
+
+def _floating(nodes: Sequence[fx.Node]) -> int:
+    return sum(n.meta["val"].is_floating_point() for n in nodes)
+
+
+def _added(graph: fx.Graph, a: fx.Node, b: fx.Node) -> fx.Node:
+    node = graph.call_function(torch.ops.aten.add.Tensor, (a, b))
+    node.meta = {**b.meta, "custom": dict(b.meta.get("custom", {}))}
+    return node
+
+
+def _copy(graph: fx.Graph, stamp: Stamp, given: dict[str, Sequence], call: fx.Node) -> list[fx.Node]:
+    """The results of one copy; notes of the call (a recomputed region, a direction) carry over."""
+    holders = (n for n in stamp.graph.nodes if n.op == "placeholder")
+    env: dict[fx.Node, Any] = {n: given[kind][i] for n, (kind, i) in zip(holders, stamp.inputs, strict=True)}
+    outer = call.meta.get("custom", {})
+    note = {k: outer[k] for k in ("remat",) if k in outer}
+    if outer.get("phase") == "backward":
+        note["phase"] = "backward"
+    for inner in stamp.graph.nodes:
+        if inner.op != "placeholder":
+            copy = env[inner] = graph.node_copy(inner, env.__getitem__)
+            copy.meta = {**inner.meta, "custom": {**inner.meta.get("custom", {}), **note}}
+    return [env[n] for n in stamp.outputs]

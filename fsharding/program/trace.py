@@ -25,38 +25,13 @@ from fsharding import oplib
 from fsharding.comm.varying import PLACED, conform, is_placed, mark_regions, region
 from fsharding.errors import ShardingError
 from fsharding.program import decompositions
+from fsharding.program.bundle import like_raw, likes, unbundle
 from fsharding.program.composites import Rewrite
 from fsharding.program.remat import recompute
 from fsharding.program.source import annotate, error_line, line_of, phase_of
 from fsharding.program.stamp import inline, marks
 
 A = torch.ops.aten
-
-like_raw = oplib.raw_op("like(Tensor g, Tensor x) -> Tensor", lambda g, x: g.clone(), lambda g, x: torch.empty_like(g))
-
-
-class _Like(torch.autograd.Function):
-    """The gradient ``g`` of ``x``, marked so that the partition lays it out as ``x`` rests. An identity in ``g``."""
-
-    @staticmethod
-    def forward(g, x):
-        return like_raw(g, x)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    @staticmethod
-    def backward(ctx, g):
-        return g, None
-
-    @staticmethod
-    def jvp(ctx, g, x):
-        return g.clone()
-
-    @staticmethod
-    def vmap(info, in_dims, g, x):
-        return g.clone(), in_dims[0]  # a batch of gradients has no resting place of its own
 
 
 @dataclass
@@ -157,12 +132,14 @@ def trace(
         known = inner(x) if inner is not None else None
         return constants_of(x) if known is None else known
 
-    def at_rest(g, x):
+    def at_rest(grads, xs):
         if not marks():
-            return g
-        if on_gradient is not None:
+            return grads
+        for g, x in zip(grads, xs, strict=True) if on_gradient is not None else ():
             on_gradient(g, x)
-        return _Like.apply(conform(g, x, "a gradient"), x)
+        if region() is None:
+            return likes(grads, xs)
+        return tuple(likes([conform(g, x, "a gradient")], [x])[0] for g, x in zip(grads, xs, strict=True))
 
     def started(g, y):
         return conform(g, y, "a cotangent that a pull-back was given")
@@ -229,6 +206,7 @@ def _functionalise(traced: fx.GraphModule, args, constants, fakes) -> fx.GraphMo
 
 
 def _finish(gm: fx.GraphModule) -> fx.GraphModule:
+    unbundle(gm.graph)
     for node in gm.graph.nodes:
         if node.target in _IDENTITIES:
             node.replace_all_uses_with(node.args[0])

@@ -14,8 +14,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsharding import _compat as compat
+from fsharding import oplib
 from fsharding import tree as trees
 from fsharding.errors import ShardingError
+from fsharding.program.bundle import casts
 
 _NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64", "half": "float16"}
 
@@ -66,11 +68,15 @@ class Precision:
 
     def cast(self, tree: Any) -> Any:
         """The tree with its floating leaves in compute dtype."""
-
-        def leaf(path, x):
-            return x.to(self.dtype_of(path)) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
-
-        return trees.map_with_path(leaf, tree)
+        paths, leaves, treedef = trees.flatten_with_paths(tree)
+        where = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+        dtypes = [self.dtype_of(paths[i]) for i in where]
+        if compat.current_tracer() is not None and not oplib.in_region():  # in a region each leaf has its own type
+            made = casts(oplib.lifted(*(leaves[i] for i in where)), dtypes)
+        else:
+            made = [leaves[i].to(d) for i, d in zip(where, dtypes, strict=True)]
+        new = dict(zip(where, made, strict=True))
+        return trees.unflatten(treedef, [new.get(i, x) for i, x in enumerate(leaves)])
 
 
 class PrecisionScope:

@@ -75,14 +75,18 @@ def reconcile(p, operands: Sequence[tuple[Any, Sequence[Any]]]) -> list[tuple[An
         base = value.base if isinstance(value, Spread) else value
         if isinstance(base, Placed) and not any(map(is_routed, base.dims)):
             extra = tuple(_unwanted(p, axes, label, owner) for axes, label in zip(base.dims, labels, strict=True))
-            if any(e and label is not None for e, label in zip(extra, labels, strict=True)) and rows_differ(p):
-                p.fail(
-                    f"{_why(p, extra, labels)}: rows that meet have different specs. Give the operands specs that agree"
-                )
-            base = gather_loudly(p, base, extra, _why(p, extra, labels))
-            value = Spread(base, value.shape) if isinstance(value, Spread) else base
+            if any(extra):
+                base = _gathered(p, base, extra, labels)
+                value = Spread(base, value.shape) if isinstance(value, Spread) else base
         out.append((value, labels))
     return out
+
+
+def _gathered(p, base: Placed, extra, labels) -> Placed:
+    why = _why(p, extra, labels)
+    if any(e and label is not None for e, label in zip(extra, labels, strict=True)) and rows_differ(p):
+        p.fail(f"{why}: rows that meet have different specs. Give the operands specs that agree")
+    return gather_loudly(p, base, extra, why)
 
 
 def _unwanted(p, axes, label, owner) -> tuple[str, ...]:

@@ -52,9 +52,18 @@ def trained(device, precision, backend="eager", steps=4, keep_logits=False):
     return torch.tensor(losses), first
 
 
-def worst(got, want):
+def off(got, want):
+    """Of each leaf the relative distance."""
     pairs = zip(trees.flatten(got)[0], trees.flatten(want)[0], strict=True)
-    return max(float((a - b).norm() / b.norm().clamp(min=1e-12)) for a, b in pairs)
+    return [float((a - b).norm() / b.norm().clamp(min=1e-12)) for a, b in pairs]
+
+
+def worst(got, want):
+    return max(off(got, want))
+
+
+def paths(tree):
+    return trees.flatten_with_paths(tree)[0]
 
 
 @pytest.mark.parametrize("keep_logits", [False, True])
@@ -69,10 +78,18 @@ def test_gradients_and_losses_are_those_of_the_cpu(precision, close, keep_logits
 
 @pytest.mark.parametrize("backend", ["inductor", "cudagraph"])
 def test_back_ends_train_alike(backend):
-    losses, grads = trained("cuda", "bfloat16", backend, steps=6)
-    want, expected = trained("cuda", "bfloat16", "eager", steps=6)
-    assert worst(grads, expected) <= 0.05
-    assert torch.allclose(losses, want, rtol=1e-2), (losses, want)
+    """In fp32 the same up to rounding; in bf16 a compiled region rounds less often: no leaf is further from fp32 than
+    half as much again as eager's."""
+    want, expected = trained("cuda", None, "eager", steps=6)
+    if backend == "inductor":  # the experts' fp32 reference looks at group sizes on the host
+        losses, exact = trained("cuda", None, backend, steps=6)
+        assert worst(exact, expected) <= 2e-3
+        assert torch.allclose(losses, want, rtol=1e-3), (losses, want)
+    rough, grads = trained("cuda", "bfloat16", backend, steps=6)
+    plain, others = trained("cuda", "bfloat16", "eager", steps=6)
+    for path, ours, theirs in zip(paths(expected), off(grads, expected), off(others, expected), strict=True):
+        assert ours <= 1.5 * theirs + 0.01, (path, ours, theirs)
+    assert torch.allclose(rough, plain, rtol=1e-2), (rough, plain)
 
 
 def test_one_cotangent_for_all_rows():
