@@ -7,6 +7,7 @@ import functools
 import torch
 import torch.fx as fx
 
+from fsharding.program.bundle import like_raw
 from fsharding.program.emit import dtype_of
 from fsharding.program.partition import VALUES, Partition, same_dims
 from fsharding.program.values import Const, Lazy, Pending, Placed, Spread, Stored, Viewed
@@ -45,15 +46,25 @@ def identity(p, node, args, kwargs):
 
 
 def to_copy(p, node, args, kwargs):
-    """Elementwise; a pending sum stays pending where the cast loses nothing."""
+    """Elementwise; a pending sum stays pending where the cast loses nothing, or where it is a gradient that is summed
+    over the ranks right afterwards, in the dtype of ``Precision.reduce``."""
     dtype = kwargs.get("dtype")
     x = args[0]
     if dtype is None or (isinstance(x, Placed | Stored) and dtype_of(x.node) == dtype):
         return x
+    if isinstance(x, Placed) and x.partial and dtype.is_floating_point and _comes_to_rest(node):
+        return Placed(p.emit.cast(x.node, dtype), x.shape, x.dims, x.partial)
     made = pointwise(p, node, args, {"dtype": dtype})
     if isinstance(made, Stored) and isinstance(x, Stored):
         made.name = x.name  # the same leaf, in another dtype
     return made
+
+
+def _comes_to_rest(node: fx.Node) -> bool:
+    """Is this value only cast and marked as a gradient?"""
+    marked = (u.target is like_raw and u.args[0] is node for u in node.users)
+    cast = (u.target is A._to_copy.default and _comes_to_rest(u) for u in node.users)
+    return bool(node.users) and all(a or b for a, b in zip(marked, cast, strict=True))
 
 
 def copy(p, node, args, kwargs):

@@ -333,13 +333,24 @@ def _reduce_buckets(graph, chains: Chains, keys, in_flight: int | None) -> list[
             keys[node] = (at, _REDUCE, stage, position[node])
             for before in _before(node, chains):
                 keys[before] = (at, _REST, stage, position[before])
+    due = _due(chains, buckets, firsts, waits, in_flight, ready)
     for node in sorted(stages, key=position.__getitem__, reverse=True):
         if keys[node][1] == _COMPUTE:  # behind its collective: as late as it is used
-            used = min((keys[u] for u in node.users), default=(len(position),))
-            keys[node] = (used[0], _LATE, position[node])
-    if in_flight is not None:
-        _bound(keys, buckets, firsts, waits, in_flight, ready)
+            used = min((keys[u] for u in node.users if phase_of(u) != "update"), default=(len(position),))
+            keys[node] = (min(used[0], due.get(node, len(position))), _LATE, position[node])
+    _updates_behind(graph, chains, keys, stages)
     return _same_group(buckets.values())
+
+
+def _updates_behind(graph, chains: Chains, keys, stages) -> None:
+    """What an optimizer computes of a gradient waits for its reduction where that is due, not before."""
+    moved = set(stages)
+    for node in graph.nodes:
+        if node.op == "call_function" and phase_of(node) == "update" and any(a in moved for a in node.all_input_nodes):
+            place = max(keys[a][0] for a in node.all_input_nodes if a in moved)
+            if place > keys[node][0]:
+                keys[node] = (place, _LATE, chains.position[node])
+            moved.add(node)
 
 
 def _stages(graph, chains: Chains) -> tuple[dict[fx.Node, int], dict[fx.Node, fx.Node]]:
@@ -373,16 +384,20 @@ def _before(node: fx.Node, chains: Chains):
                 yield from _before(a, chains)
 
 
-def _bound(keys, buckets, firsts, waits, in_flight, ready) -> None:
-    """Wait for a bucket where the one ``in_flight`` further starts: its unreduced gradients can go."""
+def _due(chains: Chains, buckets, firsts, waits, in_flight: int | None, ready) -> dict[fx.Node, int]:
+    """Of each wait, and of what leads from it to rest, where it comes at the latest: where the bucket ``in_flight``
+    further starts, so that unreduced gradients can go; a second reduction one bucket later."""
+    found: dict[fx.Node, int] = {}
     for (stage, *_), nodes in buckets.items():
-        if stage:
-            continue
         later = [f for f in firsts if f > max(ready[n] for n in nodes)]
-        if len(later) >= in_flight:
-            for node in nodes:
-                wait = waits[node]
-                keys[wait] = min(keys[wait], (later[in_flight - 1], _LATE, keys[wait][-1]))
+        if in_flight is None or len(later) < in_flight + stage:
+            continue
+        stack = [waits[n] for n in nodes]
+        while stack:
+            node = stack.pop()
+            found[node] = later[in_flight + stage - 1]
+            stack += [u for u in node.users if u in chains.rests and u.target not in REDUCE]
+    return found
 
 
 def _group(node: fx.Node) -> tuple:
