@@ -152,6 +152,50 @@ def test_at_most_so_many_reductions_are_in_flight():
     assert free.memory_analysis()["peak"] >= low.memory_analysis()["peak"]
 
 
+OPTIMIZERS = {
+    "clipped adamw": lambda: fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(1e-3)),
+    "sgd": lambda: fs.optim.sgd(0.1),
+}
+
+
+@pytest.mark.parametrize("precision", [None, "bfloat16"], ids=str)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_in_a_whole_step_reductions_run_beside_the_backward_pass(layout, optimizer, precision):
+    """Also where gradients are cast, and where a norm or an update reads them: nothing pulls a wait up to its start."""
+    opt = OPTIMIZERS[optimizer]()
+
+    def step(p, state, b):
+        value, grads = fs.value_and_grad(loss)(p, b)
+        updates, state = opt.update(grads, state, p)
+        return fs.optim.apply_updates(p, updates), state, value
+
+    params = init(layers=6)
+    where = abstract(params, specs(params, layout))
+    state = opt.init(params)
+    experts = "auto" if layout in ("dp2ep", "legacy_ep") else None
+    low = fs.shard(step, fs.make_mesh(SHAPE, fake=True), experts=experts, precision=precision).lower(
+        where, state, abstract(batch(16), P(("replicate", "efsdp", "ep")))
+    )
+    nodes = nodes_of(low)
+    position = {n: i for i, n in enumerate(nodes)}
+    products = [i for i, n in enumerate(nodes) if n.target in PRODUCTS and phase_of(n) == "backward"]
+    starts = [n for n in nodes if n.meta.get("custom", {}).get("collective") == "reduce_scatter"]
+    assert starts
+    hidden = 0
+    for n in starts:
+        waits = [w for u in n.users for w in (u, *u.users) if w.target is C.wait_tensor.default]
+        after = [i for i in products if i > position[n]]
+        if len(after) > 20:  # two layers' products and more are still to come
+            least = 4 if layout == "fsdp" else 1  # elsewhere a second reduction starts where the next bucket does
+            assert sum(i < position[waits[0]] for i in after) >= least, n.name
+            hidden += 1
+    assert hidden
+    pending = [n for n in nodes if n.meta.get("custom", {}).get("collective") == "all_reduce"]
+    assert not [n for n in pending if phase_of(n) == "backward" and n.meta["custom"].get("param") is None
+                and n.meta["val"].ndim == 1 and n.meta["val"].dtype.is_floating_point]  # a norm's gradient  # fmt: skip
+
+
 def layer_of_note(node):
     note = node.meta["custom"]
     return layer([m["param"] for m in note.get("members", ())][0] if note.get("members") else note["param"])
