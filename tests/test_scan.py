@@ -186,6 +186,19 @@ def test_a_gradient_inside_of_the_body(traces):
     assert worst(got, fn(w, x)) <= TOLERANCE
 
 
+def test_a_pull_back_used_twice_and_one_never_used(traces):
+    def f(w, x):
+        body = lambda c, v: (torch.tanh(c * v), c.sum())  # noqa: E731
+        y, pull = torch.func.vjp(lambda v: fs.scan(body, x.mean(0), v)[0], w)
+        torch.func.vjp(lambda v: fs.scan(body, x.sum(0), v)[0], w)
+        return y, pull(torch.ones_like(y))[0], pull(2 * y)[0]
+
+    w, x = torch.randn(4, 6, dtype=torch.float64), torch.randn(8, 6, dtype=torch.float64)
+    got, _ = simulate(fs.shard(f, fs.make_mesh({"d": 2}, fake=True)), (w, x), (P(None, "d"), P("d")))
+    assert len(traces) == 2
+    assert worst(got, f(w, x)) <= TOLERANCE
+
+
 @pytest.mark.parametrize(
     "call, words",
     [

@@ -232,7 +232,7 @@ def inline(graph: fx.Graph) -> None:
             if node.target is stamp_raw:
                 results, kept = _forward(graph, node, run)
             else:
-                results, kept = _backward(graph, node, run, steps.pop(_source(node.args[1][-1]))), None
+                results, kept = _backward(graph, node, run, steps[_source(node.args[1][-1])]), None
         for item in list(node.users):
             if item.args[1] < len(results):
                 item.replace_all_uses_with(results[item.args[1]])
