@@ -98,7 +98,6 @@ def _collect(ranks, deadline, timeout):
 
 def _rank_main(writer, job, rank, world_size, port, process_group, survives):
     torch.set_num_threads(1)
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")  # as `fs.make_mesh` does, see there
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these ranks talk through gloo, also on a machine with GPUs
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1",
                       MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True", GLOO_SOCKET_IFNAME=_loopback())

@@ -338,9 +338,6 @@ def _device(device: str | torch.device | None) -> torch.device:
 def _start(device: torch.device, backend: str | None, timeout_s: float) -> None:
     if backend is None:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    if backend == "gloo":
-        # PyTorch's recorder of collectives: with it long gloo runs corrupted the heap (torch 2.13), without it never.
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
 
 
