@@ -19,11 +19,12 @@ LAYOUTS = ("fsdp", "hsdp", "dp2ep", "legacy_ep")
 SINGLE = fs.Schedule(pack_mib=0)  # one collective a leaf: simple to find
 
 
-def lowered(fn, layout="dp2ep", layers=3, shape=SHAPE, **options):
+def lowered(fn, layout="dp2ep", layers=3, shape=SHAPE, between=(), **options):
+    """``fn(params, *between, batch)``, lowered."""
     mesh, params = fs.make_mesh(shape, fake=True), init(layers=layers)
     options.setdefault("experts", "auto" if layout in ("dp2ep", "legacy_ep") else None)
     where = abstract(params, specs(params, layout))
-    return fs.shard(fn, mesh, **options).lower(where, abstract(batch(16), P(("replicate", "efsdp", "ep"))))
+    return fs.shard(fn, mesh, **options).lower(where, *between, abstract(batch(16), P(("replicate", "efsdp", "ep"))))
 
 
 def nodes_of(low):
@@ -170,13 +171,7 @@ def test_in_a_whole_step_reductions_run_beside_the_backward_pass(layout, optimiz
         updates, state = opt.update(grads, state, p)
         return fs.optim.apply_updates(p, updates), state, value
 
-    params = init(layers=6)
-    where = abstract(params, specs(params, layout))
-    state = opt.init(params)
-    experts = "auto" if layout in ("dp2ep", "legacy_ep") else None
-    low = fs.shard(step, fs.make_mesh(SHAPE, fake=True), experts=experts, precision=precision).lower(
-        where, state, abstract(batch(16), P(("replicate", "efsdp", "ep")))
-    )
+    low = lowered(step, layout, layers=6, between=(opt.init(init(layers=6)),), precision=precision)
     nodes = nodes_of(low)
     position = {n: i for i, n in enumerate(nodes)}
     products = [i for i, n in enumerate(nodes) if n.target in PRODUCTS and phase_of(n) == "backward"]

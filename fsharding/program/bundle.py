@@ -91,10 +91,8 @@ def _name(dtype: torch.dtype) -> str:
 
 def casts(xs: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
     """Each tensor in its dtype; floating tensors and dtypes, inside of a trace."""
-    there = [i for i, (x, d) in enumerate(zip(xs, dtypes, strict=True)) if x.dtype != d]
-    made = iter(_some([xs[i] for i in there], [_name(dtypes[i]) for i in there]))
-    changed = set(there)
-    return [next(made) if i in changed else x for i, x in enumerate(xs)]
+    other = [x if x.dtype != d else None for x, d in zip(xs, dtypes, strict=True)]
+    return [x if y is None else y for x, y in zip(xs, _some(other, list(map(_name, dtypes))), strict=True)]
 
 
 class _Likes(torch.autograd.Function):

@@ -136,9 +136,9 @@ class Partition:
 
     def _apply(self, rule, fall_back, node, args, kwargs):
         try:
-            return rule(self, node, args, kwargs)
-        except NoRule as why:
-            with self._planned():
+            try:
+                return rule(self, node, args, kwargs)
+            except NoRule as why:
                 return fall_back(self, node, args, kwargs, why)
         except Exception as error:
             self._unplanned(error)

@@ -62,9 +62,13 @@ def to_copy(p, node, args, kwargs):
 
 def _comes_to_rest(node: fx.Node) -> bool:
     """Is this value only cast and marked as a gradient?"""
-    marked = (u.target is like_raw and u.args[0] is node for u in node.users)
-    cast = (u.target is A._to_copy.default and _comes_to_rest(u) for u in node.users)
-    return bool(node.users) and all(a or b for a, b in zip(marked, cast, strict=True))
+
+    def rests(user: fx.Node) -> bool:
+        if user.target is A._to_copy.default:
+            return _comes_to_rest(user)
+        return user.target is like_raw and user.args[0] is node
+
+    return bool(node.users) and all(map(rests, node.users))
 
 
 def copy(p, node, args, kwargs):

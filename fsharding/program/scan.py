@@ -8,6 +8,7 @@ loop would be.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -224,12 +225,13 @@ class _Body:
 
     def __call__(self, items: Sequence[Any], order: Sequence[int]) -> tuple[Any, Any]:
         """The last carry and the stacked ys of the loop over ``items``; step k's y stands at ``order[k]``."""
-        carry, first = trees.flatten_with_paths(self.init)[1], trees.flatten_with_paths(items[0])[1]
-        xs = [leaf for item in items for leaf in trees.flatten_with_paths(item)[1]]
-        counts = len(items), len(carry), len(first), len(self.foreign), len(self.result["kinds"])
-        run = stamp.Run(self.forward, self.backward, *counts)
+        carry, *xs = (trees.flatten_with_paths(tree)[1] for tree in (self.init, *items))
+        run = stamp.Run(
+            self.forward, self.backward, steps=len(items), carry=len(carry), item=len(xs[0]),
+            shared=len(self.foreign), results=len(self.result["kinds"]),
+        )  # fmt: skip
         constants = oplib.operands(*self.constants)
-        last, ys = stamp.call(run, [*carry, *xs, *self.foreign], constants)
+        last, ys = stamp.call(run, [*carry, *itertools.chain(*xs), *self.foreign], constants)
         steps = [trees.unflatten(self.result["treedef"], [*last, *y]) for y in ys]
         _same("the carry", self.init, steps[-1][0], CARRY)
         placed: list[Any] = [None] * len(items)

@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,19 +73,14 @@ class Run:
     def __post_init__(self):
         self.key = f"scan{next(_numbers)}"
         _RUNS[self.key] = self
-        values = self.ahead.vals[: self.results]
-        self.values = self.unrolled(values)
-        self.floats = [v.is_floating_point() for v in values]
+        one = self.ahead.vals[: self.results]
+        self.values = one[: self.carry] + one[self.carry :] * self.steps  # what the results look like
         self.primals = self.carry + self.steps * self.item + self.shared
-
-    def unrolled(self, one: list) -> list:
-        """For each result of the loop what holds for the results of one step."""
-        return one[: self.carry] + one[self.carry :] * self.steps
 
     def of_step(self, i: int, carry: Sequence, operands: Sequence) -> list:
         """What step i is called with."""
-        at, behind = self.carry + i * self.item, self.carry + self.steps * self.item
-        return [*carry, *operands[at : at + self.item], *operands[behind : behind + self.shared]]
+        at = self.carry + i * self.item
+        return [*carry, *operands[at : at + self.item], *operands[self.primals - self.shared : self.primals]]
 
 
 _RUNS: dict[str, Run] = {}  # those of the traces that run now: the fakes of the ops look here
@@ -158,8 +153,7 @@ class _Call(torch.autograd.Function):
         pairs = zip(cotangents[:-1], run.values, strict=True)
         known = [given(g, value) for g, value in pairs if value.is_floating_point()]
         grads = iter(_Pull.apply(run.key, *tensors, *known, token))
-        primals = tensors[: run.primals]
-        constants = tensors[run.primals :]
+        primals, constants = tensors[: run.primals], tensors[run.primals :]
         return None, *(next(grads) if x.is_floating_point() else None for x in primals), *(None for _ in constants)
 
 
@@ -170,9 +164,8 @@ def call(run: Run, primals: Sequence, constants: Sequence) -> tuple[list, list[l
     else:
         outs = _Call.apply(run, *primals, *constants)
     each = run.results - run.carry
-    starts = range(run.carry, len(outs) - 1, each) if each else ()
-    ys = [list(outs[i : i + each]) for i in starts] or [[] for _ in range(run.steps)]
-    return list(outs[: run.carry]), ys
+    starts = (run.carry + i * each for i in range(run.steps))
+    return list(outs[: run.carry]), [list(outs[start : start + each]) for start in starts]
 
 
 # ---- one joint graph -> two ------------------------------------------------------------------------------------------
@@ -269,8 +262,9 @@ def _forward(graph: fx.Graph, node: fx.Node, run: Run) -> tuple[list, list]:
 def _backward(graph: fx.Graph, node: fx.Node, run: Run, kept: list) -> list:
     """Gradients of the carry, of each x and of what is shared, the last step first."""
     operands = list(node.args[1])
-    carried, of_y = sum(run.floats[: run.carry]), sum(run.floats[run.carry :])
-    constants, cotangents = _tail(run, operands, carried + of_y * run.steps)
+    carried, of_y = (_floating(vals) for vals in (run.values[: run.carry], run.ahead.vals[run.carry : run.results]))
+    first = len(operands) - 1 - carried - of_y * run.steps  # cotangents and the token come last
+    constants, cotangents = operands[run.primals : first], operands[first:-1]
     carry, ys = cotangents[:carried], cotangents[carried:]
     items: list[list] = [[]] * run.steps
     shared: list = []
@@ -279,21 +273,15 @@ def _backward(graph: fx.Graph, node: fx.Node, run: Run, kept: list) -> list:
         pulled = [*carry, *ys[i * of_y : (i + 1) * of_y]]
         given = {"primal": primals, "saved": saved, "cotangent": pulled, "constant": constants}
         grads = _copy(graph, run.back, given, node)
-        behind = carried + _floating(primals[run.carry : run.carry + run.item])
+        behind = carried + _floating(x.meta["val"] for x in primals[run.carry : run.carry + run.item])
         carry, items[i] = grads[:carried], grads[carried:behind]
         more = grads[behind:]
         shared = [_added(graph, a, b) for a, b in zip(shared, more, strict=True)] if shared else more
     return [*carry, *(g for item in items for g in item), *shared]
 
 
-def _tail(run: Run, operands: list, count: int) -> tuple[list, list]:
-    """Constants and cotangents of a gradient's op; the token is the last operand."""
-    rest = operands[run.primals : -1]
-    return rest[: len(rest) - count], rest[len(rest) - count :]
-
-
-def _floating(nodes: Sequence[fx.Node]) -> int:
-    return sum(n.meta["val"].is_floating_point() for n in nodes)
+def _floating(values: Iterable[torch.Tensor]) -> int:
+    return sum(v.is_floating_point() for v in values)
 
 
 def _added(graph: fx.Graph, a: fx.Node, b: fx.Node) -> fx.Node:
@@ -307,7 +295,7 @@ def _copy(graph: fx.Graph, stamp: Stamp, given: dict[str, Sequence], call: fx.No
     holders = (n for n in stamp.graph.nodes if n.op == "placeholder")
     env: dict[fx.Node, Any] = {n: given[kind][i] for n, (kind, i) in zip(holders, stamp.inputs, strict=True)}
     outer = call.meta.get("custom", {})
-    note = {k: outer[k] for k in ("remat",) if k in outer}
+    note = {"remat": outer["remat"]} if "remat" in outer else {}
     if outer.get("phase") == "backward":
         note["phase"] = "backward"
     for inner in stamp.graph.nodes:

@@ -135,8 +135,9 @@ def trace(
     def at_rest(grads, xs):
         if not marks():
             return grads
-        for g, x in zip(grads, xs, strict=True) if on_gradient is not None else ():
-            on_gradient(g, x)
+        if on_gradient is not None:
+            for g, x in zip(grads, xs, strict=True):
+                on_gradient(g, x)
         if region() is None:
             return likes(grads, xs)
         return tuple(likes([conform(g, x, "a gradient")], [x])[0] for g, x in zip(grads, xs, strict=True))
