@@ -23,7 +23,7 @@ from torch.fx.experimental import proxy_tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = ["StridedShard", "all_gather_flat", "build_device_mesh", "default_store", "local_of", "phantom_group",
-           "process_group_timeout", "register_group", "serves", "world_token"]
+           "in_order", "one_gloo_worker", "process_group_timeout", "register_group", "serves", "world_token"]
 
 
 # ---- process groups ------------------------------------------------------------------------------------------------
@@ -71,6 +71,43 @@ def default_store() -> dist.Store:
 def serves(group: dist.ProcessGroup, device_type: str) -> bool:
     """Whether a group has a backend for tensors of this device."""
     return any(device.type == device_type for device in group._device_types)
+
+
+class _OneWorkerGloo(dist.ProcessGroupGloo):
+    """Gloo whose collectives run on one thread, in the order in which they were asked for."""
+
+    def __init__(self, store, rank: int, size: int, timeout: datetime.timedelta, **more):
+        options = dist.ProcessGroupGloo._Options()
+        names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+        make = dist.ProcessGroupGloo
+        options._devices = [make.create_device(interface=name) for name in names] or [make.create_default_device()]
+        options._timeout, options._threads = timeout, 1
+        for name, value in more.items():  # torch 2.14: enable_reconfigure
+            setattr(options, name, value)
+        super().__init__(store, rank, size, options)
+
+
+@contextlib.contextmanager
+def one_gloo_worker():
+    """Gloo groups that are made inside get one thread each, see :func:`in_order`."""
+    found = distributed_c10d.ProcessGroupGloo
+    distributed_c10d.ProcessGroupGloo = _OneWorkerGloo
+    try:
+        yield
+    finally:
+        distributed_c10d.ProcessGroupGloo = found
+
+
+def in_order(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether collectives of a group may be in flight together, because one thread or the device orders them.
+
+    Gloo's own default is two threads, and each writes the name of what it completed last into one string of the
+    group, without a lock (``ProcessGroupGloo::runLoop``, torch 2.11 to 2.14). Names of over 15 letters, such as
+    ALLGATHER_COALESCED, lie on the heap: two that complete at once free one block twice.
+    """
+    backend = group._get_backend(device)
+    backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+    return not isinstance(backend, dist.ProcessGroupGloo) or backend.options._threads == 1
 
 
 def process_group_timeout(group: dist.ProcessGroup, device: torch.device) -> datetime.timedelta | None:

@@ -258,17 +258,19 @@ def _state(mesh: Mesh) -> _MeshState:
 
 
 def _new_group(mesh: Mesh, ranks: list[list[int]], own: bool = False) -> dist.ProcessGroup:
-    serves = _compat.serves(dist.group.WORLD, mesh.device_type)
-    if len(ranks) == 1 and serves and not own:
-        return dist.group.WORLD
+    world, device = dist.group.WORLD, torch.device(mesh.device_type)
+    serves = _compat.serves(world, mesh.device_type)
+    if len(ranks) == 1 and serves and not own and _compat.in_order(world, device):
+        return world
     backend = None if serves else "nccl" if mesh.device_type == "cuda" else "gloo"
     limit = datetime.timedelta(seconds=mesh.timeout_s)
-    known = _compat.process_group_timeout(dist.group.WORLD, torch.device(mesh.device_type))
+    known = _compat.process_group_timeout(world, device)
     mine = None
-    for members in ranks:
-        group = dist.new_group(members, timeout=min(limit, known or limit), backend=backend)
-        if mesh.rank in members:
-            mine = group
+    with _compat.one_gloo_worker():
+        for members in ranks:
+            group = dist.new_group(members, timeout=min(limit, known or limit), backend=backend)
+            if mesh.rank in members:
+                mine = group
     assert mine is not None
     return mine
 
@@ -338,7 +340,8 @@ def _device(device: str | torch.device | None) -> torch.device:
 def _start(device: torch.device, backend: str | None, timeout_s: float) -> None:
     if backend is None:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
+    with _compat.one_gloo_worker():
+        dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
 
 
 # ---- agreement over the ranks --------------------------------------------------------------------------------------
