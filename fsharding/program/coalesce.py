@@ -7,6 +7,8 @@ import operator
 import torch
 import torch.fx as fx
 
+from fsharding.program.graphs import add_call
+
 A = torch.ops.aten
 C = torch.ops._c10d_functional
 GATHER, REDUCE_SCATTER, ALL_REDUCE = (
@@ -23,15 +25,14 @@ def coalesce(graph: fx.Graph, members: list[fx.Node], pack_bytes: int, order: di
     """Merge collectives of one op, group and dtype that stand side by side, their operands before the first.
 
     Those of which the larger side is at most ``pack_bytes`` share a buffer: a group call is slow on small pieces.
-    ``order`` numbers the nodes as they stood before any merge; a merge of what an earlier one made counts anew.
+    ``order`` numbers the nodes as they stood before any merge; what a merge adds has the number of what it stands
+    before.
     """
-    if any(a not in order for n in members for a in (n, *n.all_input_nodes, *n.users)):
-        order.update((n, i) for i, n in enumerate(graph.nodes))
     members = sorted(members, key=order.__getitem__)
     first = members[0]
     if any(order[a] > order[first] for n in members for a in n.all_input_nodes):
         return  # an operand is made between them: the order that the schedule gave is kept
-    writer, made = _Writer(graph, first), []
+    writer, made = _Writer(graph, first, order), []
     for kind, some in (
         (writer.packed, [n for n in members if _bytes(n) <= pack_bytes]),
         (writer.grouped, [n for n in members if _bytes(n) > pack_bytes]),
@@ -49,8 +50,7 @@ def _replace(graph: fx.Graph, made, order: dict[fx.Node, int]) -> None:
     """Each member's waits become what its function makes of the call that it is part of, earliest wait first."""
     waits = [(wait, finish) for node, finish in made for wait in node.users]
     for wait, finish in sorted(waits, key=lambda pair: order[pair[0]]):
-        with graph.inserting_before(wait):
-            wait.replace_all_uses_with(finish(graph, wait))
+        wait.replace_all_uses_with(finish(_Writer(graph, wait, order), wait))
         graph.erase_node(wait)
     for node, _ in made:
         graph.erase_node(node)
@@ -59,17 +59,21 @@ def _replace(graph: fx.Graph, made, order: dict[fx.Node, int]) -> None:
 class _Writer:
     """Adds nodes in front of ``first``."""
 
-    def __init__(self, graph: fx.Graph, first: fx.Node):
-        self.graph, self.first = graph, first
+    def __init__(self, graph: fx.Graph, first: fx.Node, order: dict[fx.Node, int]):
+        self.graph, self.first, self.order = graph, first, order
 
     def call(self, target, args, value, note) -> fx.Node:
-        node = self.graph.call_function(target, args)
-        node.meta = {"val": value, "custom": note}
+        with self.graph.inserting_before(self.first):
+            node = add_call(self.graph, target, args)
+        node.meta = {"val": value, "custom": dict(note)}
+        self.order[node] = self.order[self.first]
         return node
 
-    def _flat(self, member: fx.Node, shape, note) -> fx.Node:
-        x = member.args[0]
-        return self.call(A.reshape.default, (x, shape), x.meta["val"].reshape(shape), note)
+    def reshape(self, x: fx.Node, shape: tuple[int, ...], note) -> fx.Node:
+        value = x.meta["val"]
+        if tuple(value.shape) == shape:
+            return x
+        return self.call(A.reshape.default, (x, [*shape]), value.reshape(shape), note)
 
     def _note(self, members) -> dict:
         note = dict(members[0].meta["custom"])
@@ -81,28 +85,25 @@ class _Writer:
 
     def grouped(self, members):
         """One group call; each result is waited for where it is used."""
-        with self.graph.inserting_before(self.first):
-            values = [n.meta["val"] for n in members]
-            args = ([n.args[0] for n in members], *members[0].args[1:])
-            one = self.call(COALESCED[members[0].target], args, values, self._note(members))
+        values = [n.meta["val"] for n in members]
+        args = ([n.args[0] for n in members], *members[0].args[1:])
+        one = self.call(COALESCED[members[0].target], args, values, self._note(members))
         return [_item(one, i, n) for i, n in enumerate(members)]
 
     def packed(self, members):
-        """One buffer: [ranks, all elements] for a gather or reduce-scatter, flat for an all-reduce."""
+        """One flat buffer; of a reduce-scatter the parts of each rank, one rank behind the other."""
         node = members[0]
-        parts = 1 if node.target is ALL_REDUCE else _parts(node)
-        rows = parts if node.target is REDUCE_SCATTER else 1
-        after = parts if node.target is GATHER else 1
+        rows = _parts(node) if node.target is REDUCE_SCATTER else 1
+        after = _parts(node) if node.target is GATHER else 1
         sizes = [n.args[0].meta["val"].numel() // rows for n in members]
         plain = {k: v for k, v in node.meta["custom"].items() if k not in ("collective", "axes", "param")}
-        with self.graph.inserting_before(self.first):
-            flat = [self._flat(n, [rows, size], plain) for n, size in zip(members, sizes, strict=True)]
-            joined = torch.cat([f.meta["val"] for f in flat], 1)
-            buffer = self.call(A.cat.default, (flat, 1), joined, plain)
-            length = joined.numel() // rows
-            buffer = self.call(A.reshape.default, (buffer, [rows * length]), joined.reshape(-1), plain)
-            value = joined.new_empty(length * after)
-            started = self.call(node.target, (buffer, *node.args[1:]), value, self._note(members))
+        shapes = [(rows, size) if rows > 1 else (size,) for size in sizes]
+        flat = [self.reshape(n.args[0], shape, plain) for n, shape in zip(members, shapes, strict=True)]
+        dim = len(shapes[0]) - 1
+        joined = torch.cat([f.meta["val"] for f in flat], dim)
+        buffer = self.reshape(self.call(A.cat.default, (flat, dim), joined, plain), (joined.numel(),), plain)
+        value = joined.new_empty(joined.numel() // rows * after)
+        started = self.call(node.target, (buffer, *node.args[1:]), value, self._note(members))
         state: dict[str, fx.Node] = {}
         return [_slice(started, i, n, sizes, after, state) for i, n in enumerate(members)]
 
@@ -115,12 +116,9 @@ def _parts(node: fx.Node) -> int:
 def _item(started: fx.Node, i: int, member: fx.Node):
     """One result of a group call, waited for by itself."""
 
-    def finish(graph, wait):
-        item = graph.call_function(operator.getitem, (started, i))
-        item.meta = {"val": member.meta["val"], "custom": _bare(member)}
-        waited = graph.call_function(C.wait_tensor.default, (item,))
-        waited.meta = dict(wait.meta)
-        return waited
+    def finish(writer: _Writer, wait: fx.Node) -> fx.Node:
+        item = writer.call(operator.getitem, (started, i), member.meta["val"], _bare(member))
+        return writer.call(C.wait_tensor.default, (item,), wait.meta["val"], wait.meta["custom"])
 
     return finish
 
@@ -128,20 +126,21 @@ def _item(started: fx.Node, i: int, member: fx.Node):
 def _slice(started: fx.Node, i: int, member: fx.Node, sizes, after: int, state: dict[str, fx.Node]):
     """This member's part of the buffer, which is waited for once, where the first of them is used."""
 
-    def add(graph, target, args, value):
-        node = graph.call_function(target, args)
-        node.meta = {"val": value, "custom": _bare(member)}
-        return node
-
-    def finish(graph, wait):
+    def finish(writer: _Writer, wait: fx.Node) -> fx.Node:
+        note = _bare(member)
         if not state:
-            waited = add(graph, C.wait_tensor.default, (started,), started.meta["val"])
-            rows = started.meta["val"].reshape(after, sum(sizes))
-            state["rows"] = add(graph, A.reshape.default, (waited, list(rows.shape)), rows)
+            waited = writer.call(C.wait_tensor.default, (started,), started.meta["val"], note)
+            state["rows"] = writer.reshape(waited, (after, sum(sizes)), note) if after > 1 else waited
         rows, start = state["rows"], sum(sizes[:i])
-        part = rows.meta["val"][:, start : start + sizes[i]]
-        part = add(graph, A.slice.Tensor, (rows, 1, start, start + sizes[i]), part)
-        return add(graph, A.reshape.default, (part, list(member.meta["val"].shape)), member.meta["val"])
+        dim = 1 if after > 1 else 0
+        part = rows.meta["val"].narrow(dim, start, sizes[i])
+        part = writer.call(A.slice.Tensor, (rows, dim, start, start + sizes[i]), part, note)
+        if all(user.target is A.reshape.default for user in wait.users):  # they bring it to their shape themselves
+            for user in [u for u in wait.users if u.meta["val"].shape == part.meta["val"].shape]:
+                user.replace_all_uses_with(part)
+                writer.graph.erase_node(user)
+            return part
+        return writer.reshape(part, tuple(member.meta["val"].shape), note)
 
     return finish
 

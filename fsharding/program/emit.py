@@ -15,6 +15,7 @@ import torch
 import torch.fx as fx
 
 from fsharding.annotate.mesh import Mesh
+from fsharding.program.graphs import add_call
 
 A = torch.ops.aten
 C = torch.ops._c10d_functional
@@ -63,7 +64,7 @@ class Emitter:
 
     def add(self, target, args, kwargs, value) -> fx.Node:
         """Add a node whose result is known to look like ``value``."""
-        node = self.graph.call_function(target, args, kwargs)
+        node = add_call(self.graph, target, args, kwargs)
         node.meta["val"], node.meta["custom"] = self._one_for_all(value), dict(self.note)
         return node
 
@@ -79,6 +80,8 @@ class Emitter:
     # ---- small helpers that avoid no-op nodes ---------------------------------------------------------------------
     def reshape(self, x: fx.Node, sizes) -> fx.Node:
         sizes = list(sizes)
+        while x.target is A.reshape.default and value_of(x.args[0]).is_contiguous():
+            x = x.args[0]  # a view of a view
         if all(isinstance(s, int) for s in sizes) and list(shape_of(x)) == sizes:
             return x
         return self.call(A.reshape.default, x, sizes)

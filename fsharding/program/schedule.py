@@ -27,6 +27,7 @@ from fsharding.moe import exchange
 from fsharding.moe.expert_ops import tiles_raw
 from fsharding.program.coalesce import coalesce
 from fsharding.program.donate import drop_dead
+from fsharding.program.graphs import add_call
 from fsharding.program.hold import layer_major, merge_reductions
 from fsharding.program.partition import LocalProgram
 from fsharding.program.source import phase_of
@@ -209,7 +210,8 @@ def _copy_chain(graph: fx.Graph, chains: Chains, root: fx.Node, late: list[fx.No
     made: dict[fx.Node, fx.Node] = {}
     with graph.inserting_before(first):
         for node in sorted(chain, key=chains.position.__getitem__):
-            made[node] = graph.node_copy(node, lambda a: made.get(a, a))
+            args = fx.node.map_arg((node.args, node.kwargs), lambda a: made.get(a, a))
+            made[node] = add_call(graph, node.target, *args)
             made[node].meta = {**node.meta, "custom": {**node.meta["custom"], "phase": "backward"}}
     for user in set(late):
         for node in [a for a in user.all_input_nodes if a in made]:

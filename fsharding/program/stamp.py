@@ -16,7 +16,7 @@ import torch.fx as fx
 from fsharding import oplib
 from fsharding.errors import ShardingError
 from fsharding.program.bundle import fakes
-from fsharding.program.graphs import ancestors
+from fsharding.program.graphs import add_call, ancestors, replace_uses
 
 
 @dataclass
@@ -91,9 +91,8 @@ def _run(key, xs):
 
 
 def _fake(key, xs):
-    device = xs[0].device if xs else "cpu"
-    outs = [torch.empty(v.shape, dtype=v.dtype, device=device) for v in _RUNS[key].values]
-    return [*outs, torch.empty(0, device=device)]
+    device, values = xs[0].device if xs else "cpu", _RUNS[key].values
+    return [*fakes((v, v.dtype) for v in values), torch.empty(0, device=device)]
 
 
 def _fake_back(key, xs):
@@ -226,12 +225,11 @@ def inline(graph: fx.Graph) -> None:
                 results, kept = _forward(graph, node, run)
             else:
                 results, kept = _backward(graph, node, run, steps[_source(node.args[1][-1])]), None
-        for item in list(node.users):
-            if item.args[1] < len(results):
-                item.replace_all_uses_with(results[item.args[1]])
-                graph.erase_node(item)
-            else:
-                steps[item] = kept
+        values = {item: results[item.args[1]] for item in node.users if item.args[1] < len(results)}
+        steps |= {item: kept for item in node.users if item not in values}
+        replace_uses(values)
+        for item in values:
+            graph.erase_node(item)
     for node in reversed(calls):
         for item in list(node.users):  # tokens
             for user in list(item.users):
@@ -285,7 +283,7 @@ def _floating(values: Iterable[torch.Tensor]) -> int:
 
 
 def _added(graph: fx.Graph, a: fx.Node, b: fx.Node) -> fx.Node:
-    node = graph.call_function(torch.ops.aten.add.Tensor, (a, b))
+    node = add_call(graph, torch.ops.aten.add.Tensor, (a, b))
     node.meta = {**b.meta, "custom": dict(b.meta.get("custom", {}))}
     return node
 
@@ -300,6 +298,7 @@ def _copy(graph: fx.Graph, stamp: Stamp, given: dict[str, Sequence], call: fx.No
         note["phase"] = "backward"
     for inner in stamp.graph.nodes:
         if inner.op != "placeholder":
-            copy = env[inner] = graph.node_copy(inner, env.__getitem__)
+            operands = fx.node.map_arg((inner.args, inner.kwargs), env.__getitem__)
+            copy = env[inner] = add_call(graph, inner.target, *operands)
             copy.meta = {**inner.meta, "custom": {**inner.meta.get("custom", {}), **note}}
     return [env[n] for n in stamp.outputs]

@@ -27,6 +27,7 @@ from fsharding.errors import ShardingError
 from fsharding.program import decompositions
 from fsharding.program.bundle import like_raw, likes, unbundle
 from fsharding.program.composites import Rewrite
+from fsharding.program.graphs import replace_uses
 from fsharding.program.remat import recompute
 from fsharding.program.source import annotate, error_line, line_of, phase_of
 from fsharding.program.stamp import inline, marks
@@ -208,9 +209,11 @@ def _functionalise(traced: fx.GraphModule, args, constants, fakes) -> fx.GraphMo
 
 def _finish(gm: fx.GraphModule) -> fx.GraphModule:
     unbundle(gm.graph)
+    same: dict[fx.Node, fx.Node] = {}
     for node in gm.graph.nodes:
         if node.target in _IDENTITIES:
-            node.replace_all_uses_with(node.args[0])
+            same[node] = same.get(node.args[0], node.args[0])
+    replace_uses(same)
     sweep(gm)
     for node in filter(_mutates, gm.graph.nodes):
         raise ShardingError(
@@ -307,5 +310,7 @@ def _mark_updates(gm: fx.GraphModule) -> None:
 
 def sweep(gm: fx.GraphModule) -> fx.GraphModule:
     """Drop every node that no output needs, except those that write."""
-    gm.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or _mutates(node))
+    for node in reversed(gm.graph.nodes):
+        if not node.users and node.op not in ("placeholder", "output") and not _mutates(node):
+            gm.graph.erase_node(node)
     return gm
