@@ -7,7 +7,8 @@
     python examples/benchmarks/reference_job.py --small --steps 2     # two CPU processes, tiny: does it run?
 
 Sequence 4096, 2 sequences a GPU, random tokens, bf16 compute, fp32 master weights, reductions and AdamW state, clipping
-by the global norm, no recomputation. A system is NAME:LAYOUT:BACKEND; each runs in processes of its own, in turn. The
+by the global norm, no recomputation. A system is NAME:LAYOUT:BACKEND, a layout may name a dispatcher
+(``dp2ep+gather``); each runs in processes of its own, in turn. The
 step time is the median over the timed steps of the slowest rank, between CUDA synchronisations; memory is the
 allocator's peak over the timed steps; exposed communication is the time in which only communication kernels run, from a
 profile of one further step. "planned" is what `memory_analysis()` said before anything ran.
@@ -29,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[0] = str(ROOT)  # this file's own folder would hide the package behind this file's name
 SYSTEMS = [
     "transformers:fsdp2:eager", "transformers:fsdp2:compiled", "ours:dp2ep:eager", "ours:dp2ep:inductor",
-    "ours:fsdp:inductor", "ours:fsdp:cudagraph",
+    "ours:dp2ep+gather:cudagraph", "ours:fsdp:inductor", "ours:fsdp:cudagraph",
 ]  # fmt: skip
 SIZES = dict(
     vocab_size=151936, hidden_size=2048, num_hidden_layers=8, num_attention_heads=32, num_key_value_heads=4,
@@ -115,7 +116,7 @@ def worker(args) -> None:
     g = torch.Generator().manual_seed(dist.get_rank())
     tokens = torch.randint(0, sizes["vocab_size"], (batch, length + 1), generator=g).to(device)
     started = time.perf_counter()
-    ep = (args.ep or dist.get_world_size()) if layout == "dp2ep" else 1
+    ep = (args.ep or dist.get_world_size()) if layout.startswith("dp2ep") else 1
     build = functools.partial(ours, ep=ep) if name == "ours" else peer
     step, planned = build(sizes, layout, backend, tokens)
     first = float(step())
@@ -163,7 +164,8 @@ def ours(sizes: dict, layout: str, backend: str, tokens, ep: int):
     from fsharding.models import qwen3_moe as model
 
     cfg = model.Config(**sizes)
-    ranks = dist.get_world_size()
+    ranks, (layout, _, dispatcher) = dist.get_world_size(), layout.partition("+")
+    experts = fs.Experts("ep", dispatcher or "all_to_all") if ep > 1 else None
     mesh = fs.make_mesh({"replicate": 1, "efsdp": ranks // ep, "ep": ep}, device=tokens.device)
     axes = model.axes(cfg)
     params = fs.init(axes, mesh, getattr(fs.layouts, layout)(mesh)(axes))
@@ -180,7 +182,7 @@ def ours(sizes: dict, layout: str, backend: str, tokens, ep: int):
         return fs.optim.apply_updates(p, updates), s, value
 
     step = fs.shard(
-        update, mesh, donate_argnums=(0, 1), backend=backend, experts="auto" if ep > 1 else None, strict=True,
+        update, mesh, donate_argnums=(0, 1), backend=backend, experts=experts, strict=True,
         precision=fs.Precision(compute="bfloat16", reduce="float32"),
     )  # fmt: skip
     batch = fs.from_local({"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}, mesh,

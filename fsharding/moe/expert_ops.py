@@ -246,3 +246,22 @@ FLOPS = {
     mlp_rows_backward_raw: lambda g, x, w_in, w_out, scale, h, *rest: _backward_flops(w_out, h.shape[0], rest[-1]),
 }
 """Floating-point operations of the products (2 a multiply-add) from the arguments; elementwise work is not counted."""
+
+
+def _forward_bytes(w_out, rows, out, summed):
+    hidden, width = w_out.shape[1:]
+    return rows * (hidden + summed * width) * w_out.itemsize if out else 0
+
+
+def _backward_bytes(w_out, rows):
+    hidden, width = w_out.shape[1:]
+    return rows * (width + 3 * hidden) * w_out.itemsize  # g's rows, dh, the activation; later dh and dx's rows
+
+
+WORKSPACE = {
+    mlp_raw: lambda x, w_in, w_out, weights, perm, *rest: _forward_bytes(w_out, perm.shape[0], rest[-2], True),
+    mlp_rows_raw: lambda x, w_in, w_out, *rest: _forward_bytes(w_out, x.shape[0], rest[-2], False),
+    mlp_backward_raw: lambda g, x, w_in, w_out, weights, h, *rest: _backward_bytes(w_out, h.shape[0]),
+    mlp_rows_backward_raw: lambda g, x, w_in, w_out, scale, h, *rest: _backward_bytes(w_out, h.shape[0]),
+}
+"""Bytes that the kernels allocate and free while they run: activations, and rows before they are summed."""

@@ -16,21 +16,32 @@ from fsharding.moe import fast, grouped
 from fsharding.oplib import multilinear, raw_op
 
 
-def _route(ids, num_experts):
-    flat = ids.reshape(-1)
-    if flat.device.type == "cpu" and flat.numel():  # on other devices a look at the values would stall the device
-        low, high = int(flat.min()), int(flat.max())
+def check_ids(ids, num_experts):
+    """Raise ShardingError for ids out of range; on the CPU only, as elsewhere a look at the values would stall the
+    device."""
+    if ids.device.type == "cpu" and ids.numel():
+        low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= num_experts:
             raise ShardingError(
                 f"`fs.moe.route` got expert ids from {low} to {high}, but there are {num_experts} experts: "
                 f"ids must lie in [0, {num_experts})."
             )
+
+
+def _route(ids, num_experts):
+    flat = ids.reshape(-1)
+    check_ids(flat, num_experts)
     perm = torch.argsort(flat, stable=True)
     inverse = torch.empty_like(perm)
     inverse[perm] = torch.arange(perm.numel(), device=perm.device)
-    # A comparison and a sum instead of `bincount`: deterministic, and without a host sync on CUDA.
+    return perm, inverse, choices(flat, num_experts)
+
+
+def choices(flat, num_experts):
+    """int32 [E] of ids [R]. A comparison and a sum instead of ``bincount``: deterministic, without a host sync on
+    CUDA."""
     hits = flat[:, None] == torch.arange(num_experts, device=flat.device, dtype=flat.dtype)
-    return perm, inverse, hits.sum(0, dtype=torch.int32)
+    return hits.sum(0, dtype=torch.int32)
 
 
 def _route_cuda(ids, num_experts):
@@ -39,6 +50,11 @@ def _route_cuda(ids, num_experts):
     # ids out of range come last, past every group: they are dropped, and nothing else is disturbed
     ends, perm, inverse, _ = fast.kernel("routing", "sort_launch")(ids, num_experts)
     return perm.long(), inverse.reshape(-1).long(), torch.diff(ends, prepend=ends.new_zeros(1))
+
+
+def route_kernel(ids, num_experts):
+    """(perm, inverse, counts) by the ids' device."""
+    return (_route_cuda if ids.is_cuda else _route)(ids, num_experts)
 
 
 route = raw_op(

@@ -15,10 +15,13 @@ from fsharding.oplib import wide_dtype
 from fsharding.program.labels import label_rule
 
 ELEMENTS = 2**28  # of one chunk's logits
+KEPT = 2**31  # of one chunk's gradient where all logits are kept anyway; as far as 32-bit offsets reach
 
 
-def _chunks(rows: int, classes: int):
-    step = max(1, min(rows, ELEMENTS // max(classes, 1)))
+def _chunks(rows: int, classes: int, kept: bool = False):
+    """Equal parts of the rows."""
+    count = -(-rows * classes // (KEPT if kept else ELEMENTS))
+    step = max(1, -(-rows // max(count, 1)))
     return [slice(i, min(i + step, rows)) for i in range(0, rows, step)]
 
 
@@ -46,7 +49,7 @@ def _row_loss(z, labels, ignore):
 
 def _gradients(g, x, head, labels, lse, logits, ignore):
     """dx [T, D] and dhead [D, V]; sums over chunks in the wide dtype."""
-    chunks = _chunks(*x.shape[:1], head.shape[1])
+    chunks = _chunks(x.shape[0], head.shape[1], bool(logits.shape[0]))
     dx, dhead = torch.empty_like(x), None
     for part in chunks:
         z = logits[part] if logits.shape[0] else x[part] @ head
@@ -73,11 +76,11 @@ def _row_gradient(z, g, labels, lse, ignore, fresh):
 
 def _add_product(total, a, b):
     wide = wide_dtype(a.dtype)
-    if total is None:
-        total = torch.zeros(a.shape[0], b.shape[1], dtype=wide, device=a.device)
     if a.is_cuda and a.dtype != wide:
-        return torch.addmm(total, a, b, out_dtype=wide)
-    return total.addmm_(a.to(wide), b.to(wide))
+        if total is None:
+            return torch.mm(a, b, out_dtype=wide)
+        return torch.ops.aten.addmm.dtype_out(total, a, b, wide, out=total)  # in place: else the sum is copied first
+    return a.to(wide) @ b.to(wide) if total is None else total.addmm_(a.to(wide), b.to(wide))
 
 
 loss_raw = oplib.raw_op(
@@ -105,6 +108,34 @@ def _kept_backward(g, x, head, labels, lse, logits, ignore):
     last = "t [v]" if logits.shape[0] == x.shape[0] else "[z] [v]"
     return f"t, t [d], [d] [v], t, t, {last} -> t [d], [d] [v]"
 
+
+def _product(x, head) -> int:
+    return 2 * x.shape[0] * head.shape[0] * head.shape[1]
+
+
+def _sizes(x, head) -> tuple[int, int]:
+    return x.shape[0], head.shape[1]
+
+
+def _chunk_bytes(parts, x, head) -> int:
+    return parts[0].stop * head.shape[1] * x.itemsize if parts else 0
+
+
+def _gradient_bytes(x, head, kept: bool) -> int:
+    parts = _chunks(*_sizes(x, head), kept)
+    total = head.numel() * wide_dtype(head.dtype).itemsize if len(parts) > 1 else 0
+    return _chunk_bytes(parts, x, head) + total
+
+
+FLOPS = {
+    loss_raw: lambda x, head, *rest: _product(x, head),
+    gradients_raw: lambda g, x, head, labels, lse, logits, *rest: _product(x, head) * (2 if logits.shape[0] else 3),
+}
+WORKSPACE = {
+    loss_raw: lambda x, head, labels, ignore, keep: 0 if keep else _chunk_bytes(_chunks(*_sizes(x, head)), x, head),
+    gradients_raw: lambda g, x, head, labels, lse, logits, *rest: _gradient_bytes(x, head, bool(logits.shape[0])),
+}
+"""Bytes of one chunk's logits or their gradient, and of the head's gradient in the wide dtype if chunks add to it."""
 
 RULES = {loss_raw: label_rule(_kept), gradients_raw: label_rule(_kept_backward)}
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from dataclasses import dataclass
 
 import torch
 import torch.fx as fx
 
-from fsharding.moe import expert_ops
-from fsharding.moe import ops as moe_ops
-from fsharding.program.attention import attention_backward_raw, attention_raw
+from fsharding.program.cost import flops, workspace
 from fsharding.program.donate import memory_of
 from fsharding.program.partition import LocalProgram
 from fsharding.program.remat import offload_raw
@@ -178,8 +175,9 @@ def memory_analysis(program: LocalProgram) -> dict[str, int]:
 
     Returns:
         ``arguments`` (inputs as they rest), ``outputs`` (new memory in results, donation taken into account),
-        ``gathered``, ``gradients`` and ``temporaries`` (each one's own peak), and ``peak``, the peak of all together,
-        arguments included. Workspace inside kernels is not counted; routed rows count as under balanced routing.
+        ``gathered``, ``gradients``, ``temporaries`` and ``workspace`` (each one's own peak; the last is what kernels of
+        ours allocate while they run), and ``peak``, the peak of all together, arguments included. Routed rows count as
+        under balanced routing.
     """
     peaks = {"total": 0}
     for _, now in _liveness(program):
@@ -216,8 +214,9 @@ def _liveness(program: LocalProgram):
     ends: dict[int, list[fx.Node]] = {}
     for node, i in expiry.items():
         ends.setdefault(i, []).append(node)
-    now = dict.fromkeys(("arguments", "gathered", "gradients", "temporaries"), 0)
+    now = dict.fromkeys(("arguments", "gathered", "gradients", "temporaries", "workspace"), 0)
     for i, node in enumerate(nodes):
+        now["workspace"] = workspace(node)
         if owner[node] is node:
             now[_category(node)] += _new_bytes(node)
         yield node, now
@@ -252,37 +251,6 @@ def _category(node: fx.Node) -> str:
 
 
 # ---- cost ------------------------------------------------------------------------------------------------------------
-def flops(graph: fx.Graph) -> int:
-    """Floating-point operations of matrix products and attention (2 per multiply-add); elementwise work is not
-    counted."""
-    return sum(_node_flops(n) for n in graph.nodes)
-
-
-def _node_flops(node: fx.Node) -> int:
-    def shape(i):
-        return list(node.args[i].meta["val"].shape)
-
-    if node.target in (A.mm.default, A.bmm.default):
-        return 2 * math.prod(shape(0)) * shape(1)[-1]
-    if node.target is A.addmm.default:
-        return 2 * math.prod(shape(1)) * shape(2)[-1]
-    if node.target in (A.mv.default, A.dot.default):
-        return 2 * math.prod(shape(0))
-    if node.target is moe_ops.ragged_dot_raw:
-        return 2 * math.prod(shape(0)) * shape(1)[-1]
-    if node.target is moe_ops.ragged_dw_raw:
-        return 2 * math.prod(shape(0)) * shape(1)[1]
-    if node.target in expert_ops.FLOPS:
-        return expert_ops.FLOPS[node.target](*fx.node.map_arg(node.args, lambda n: n.meta["val"]))
-    if node.target is attention_raw:
-        b, h, q, d = shape(0)
-        return 4 * b * h * q * shape(1)[2] * d
-    if node.target is attention_backward_raw:
-        b, h, q, d = shape(1)
-        return 10 * b * h * q * shape(2)[2] * d
-    return 0
-
-
 def cost_analysis(program: LocalProgram, global_graph: fx.Graph) -> dict[str, float]:
     """``flops`` of one rank, ``global_flops`` of the whole program, ``parallel_efficiency`` = global / (ranks · local),
     and ``comm_bytes`` per kind of collective."""

@@ -88,8 +88,9 @@ def mlp(p: Partition, node, args, kwargs):
             y = p.emit.call(ops.combine_raw, back, weights.node, state.perm, state.inverse)
     else:
         way = state.perm, state.inverse, state.sizes, *schedule
-        local = x.node, w_in.node, w_out.node, weights.node
+        local = moe._entered(p, x, state), w_in.node, w_out.node, moe._entered(p, weights, state)
         y, h = p.emit.items(p.emit.call(raw.mlp_raw, *local, *way, activation, out, keep))
+        y = state.dispatcher.leave(p.emit, y, state) if out else y
     shapes = [tuple(v.shape) for v in node.meta["val"]]
     return Placed(y, shapes[0], (state.token_axes, ())), Placed(h, shapes[1], ((state.name,), ()))
 
@@ -106,8 +107,11 @@ def mlp_backward(p: Partition, node, args, kwargs):
         made = _moved_backward(p, state, (g, x, w_in, w_out, weights, h), schedule, activation, needs)
     else:
         way = state.perm, state.inverse, state.sizes, *schedule
-        local = g.node, x.node, w_in.node, w_out.node, weights.node, h.node
+        g, x, weights = (moe._entered(p, v, state) for v in (g, x, weights))
+        local = g, x, w_in.node, w_out.node, weights, h.node
         made = p.emit.items(p.emit.call(raw.mlp_backward_raw, *local, *way, activation, needs))
+        for i in (0, 3):
+            made[i] = state.dispatcher.leave(p.emit, made[i], state, small=i == 3) if needs[i] else made[i]
     shapes = [tuple(v.shape) for v in node.meta["val"]]
     tokens, experts = (state.token_axes, ()), (state.expert_axes, (), ())
     pending = moe._summed_axes(p, state)

@@ -49,14 +49,15 @@ def route(p: Partition, node, args, kwargs):
     if axis and axis not in axes:  # tokens that all ranks of the axis hold are served once, not once a rank
         axes = (*axes, axis)
         x = p.relayout(x, (axes, ()))
-    perm, inverse, counts = p.emit.items(p.emit.call(ops.route, x.node, num_experts))
+    dispatcher = DISPATCHERS[p.experts.dispatcher](axis) if axis else Local()
+    perm, inverse, sizes, counts = dispatcher.route(p.emit, x.node, num_experts)
     k = x.shape[1]
     rows = p.local_size(x.shape[0], axes) * k
     state = RoutingState(
-        f"{ROUTED}{len(p.routings)}", p._real(axes), x.shape[0], k, num_experts, perm, inverse, counts, rows, counts
+        f"{ROUTED}{len(p.routings)}", p._real(axes), x.shape[0], k, num_experts, perm, inverse, counts, rows, sizes
     )
-    state.dispatcher = DISPATCHERS[p.experts.dispatcher](axis) if axis else Local()
-    state.dispatcher.plan(p.emit, state)
+    state.dispatcher = dispatcher
+    dispatcher.plan(p.emit, state)
     p.routings[state.name] = state
     return (
         Permutation(state),
@@ -108,12 +109,23 @@ def _routed(p, node, out, state, feature):
     return Placed(out, p.shape_of_meta(), ((state.name,), *feature))
 
 
+def _entered(p, x: Placed, state):
+    """The tokens that this rank serves, of a value on the token side."""
+    return state.dispatcher.enter(p.emit, x.node, state)
+
+
+def _left(p, out, state, feature, pending=frozenset(), small=False):
+    """A result for each token that this rank serves, at home."""
+    out = state.dispatcher.leave(p.emit, out, state, small)
+    return Placed(out, p.shape_of_meta(), (state.token_axes, *feature), pending)
+
+
 def dispatch(p: Partition, node, args, kwargs):
     """Token rows to expert rows, over the experts' axis by the chosen dispatcher."""
     x, perm, _, k = args
     state = _routing(p, perm)
     x = _tokens(p, x, state)
-    rows = p.emit.call(ops.dispatch_raw, x.node, state.perm, state.inverse, k)
+    rows = p.emit.call(ops.dispatch_raw, _entered(p, x, state), state.perm, state.inverse, k)
     return _routed(p, node, state.dispatcher.send(p.emit, rows, state), state, x.dims[1:])
 
 
@@ -124,7 +136,7 @@ def dispatch_t(p: Partition, node, args, kwargs):
     g = _rows(p, g, state)
     rows = state.dispatcher.back(p.emit, g.node, state)
     out = p.emit.call(ops.dispatch_t_raw, rows, state.perm, state.inverse, k)
-    return Placed(out, p.shape_of_meta(), (state.token_axes, *g.dims[1:]))
+    return _left(p, out, state, g.dims[1:])
 
 
 def _returned(p, y: Placed, state):
@@ -139,8 +151,8 @@ def combine(p: Partition, node, args, kwargs):
     y, w, perm, _ = args
     state = _routing(p, perm)
     y, w = _rows(p, y, state), _tokens(p, w, state)
-    out = p.emit.call(ops.combine_raw, _returned(p, y, state), w.node, state.perm, state.inverse)
-    return Placed(out, p.shape_of_meta(), (state.token_axes, *y.dims[1:]))
+    out = p.emit.call(ops.combine_raw, _returned(p, y, state), _entered(p, w, state), state.perm, state.inverse)
+    return _left(p, out, state, y.dims[1:])
 
 
 def combine_t(p: Partition, node, args, kwargs):
@@ -148,7 +160,7 @@ def combine_t(p: Partition, node, args, kwargs):
     g, w, perm, _ = args
     state = _routing(p, perm)
     g, w = _tokens(p, g, state), _tokens(p, w, state)
-    rows = p.emit.call(ops.combine_t_raw, g.node, w.node, state.perm, state.inverse)
+    rows = p.emit.call(ops.combine_t_raw, _entered(p, g, state), _entered(p, w, state), state.perm, state.inverse)
     return _routed(p, node, state.dispatcher.send(p.emit, rows, state), state, g.dims[1:])
 
 
@@ -159,8 +171,10 @@ def combine_w(p: Partition, node, args, kwargs):
     g, y = _tokens(p, g, state), _rows(p, y, state)
     dims = p.merge([(g, [0, 1]), (Placed(y.node, y.shape, (g.dims[0], y.dims[1])), [0, 1])])
     g = p.relayout(g, (g.dims[0], dims.get(1, ())))
-    out = p.emit.call(ops.combine_w_raw, g.node, _returned(p, y, state), state.perm, state.inverse, k)
-    return Placed(out, p.shape_of_meta(), (state.token_axes, ()), frozenset(p._real(dims.get(1, ()))))
+    out = p.emit.call(
+        ops.combine_w_raw, _entered(p, g, state), _returned(p, y, state), state.perm, state.inverse, k
+    )
+    return _left(p, out, state, ((),), frozenset(p._real(dims.get(1, ()))), small=True)
 
 
 # ---- experts ---------------------------------------------------------------------------------------------------------
@@ -253,5 +267,5 @@ def segment_sum(p: Partition, node, args, kwargs):
     if state is None:
         return _plain(p, node, args, kwargs)
     g = _rows(p, g, state)
-    out = p.emit.call(ops.segment_sum_raw, g.node, state.sizes)
+    out = p.emit.call(ops.segment_sum_raw, state.dispatcher.valid(p.emit, g.node, state), state.sizes)
     return Placed(out, p.shape_of_meta(), (state.expert_axes, *g.dims[1:]), _summed_axes(p, state))

@@ -12,6 +12,7 @@ Reads the text of key paths only to find layers: leaves that share a path up to 
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import operator
 import re
@@ -26,6 +27,7 @@ from fsharding.errors import ShardingError
 from fsharding.moe import exchange
 from fsharding.moe.expert_ops import tiles_raw
 from fsharding.program.coalesce import coalesce
+from fsharding.program.cost import node_flops
 from fsharding.program.donate import drop_dead
 from fsharding.program.graphs import add_call
 from fsharding.program.hold import layer_major, merge_reductions
@@ -222,20 +224,29 @@ def _copy_chain(graph: fx.Graph, chains: Chains, root: fx.Node, late: list[fx.No
 
 
 # ---- order -----------------------------------------------------------------------------------------------------------
-_PREP, _START, _LATE, _COMPUTE, _REST, _REDUCE = range(6)  # at one place, in this order
+_PREP, _LATE, _COMPUTE, _REST, _REDUCE = range(5)  # at one place, in this order
 
 
 def _order(graph: fx.Graph, chains: Chains, plan: Schedule) -> list[list[fx.Node]]:
     """Move chains and reductions; returns the buckets: collectives of one layer, direction and group, side by side."""
     keys: dict[fx.Node, tuple] = {n: (i, _COMPUTE, i) for n, i in chains.position.items()}
-    gathers = _gather_buckets(graph, chains, keys, plan.prefetch)
-    reductions = _reduce_buckets(graph, chains, keys, plan.in_flight)
+    works = [i for n, i in chains.position.items() if node_flops(n)]
+    gathers = _gather_buckets(graph, chains, keys, plan.prefetch, works)
+    reductions = _reduce_buckets(graph, chains, keys, plan.in_flight, works)
     _sync_late(graph, chains, keys)
+    _tokens_early(graph, keys)
     _sort(graph, keys)
     return gathers + reductions
 
 
-def _gather_buckets(graph, chains: Chains, keys, prefetch: int) -> list[list[fx.Node]]:
+def _beside(works: list[int], place: int) -> int | None:
+    """Where the next product behind a place is: a collective that starts right before it has work to hide behind, and
+    does not share the wires with one that is waited for in between."""
+    i = bisect.bisect_right(works, place)
+    return works[i] if i < len(works) else None
+
+
+def _gather_buckets(graph, chains: Chains, keys, prefetch: int, works: list[int]) -> list[list[fx.Node]]:
     position = chains.position
     use = {n: min((position[u] for u in chains.users(n)), default=len(position)) for n in chains.moves}
     names, layers = chains.layers(), {}
@@ -248,10 +259,11 @@ def _gather_buckets(graph, chains: Chains, keys, prefetch: int) -> list[list[fx.
     for i, at in enumerate(order):
         own = min(use[n] for n in layers[at])
         place = _place(_ahead(i, order, spans, heavy, prefetch), order, spans) if prefetch else own
-        issue.update(dict.fromkeys(layers[at], min(place, own)))
+        work = _beside(works, place - 1) if place >= 0 else None
+        issue.update(dict.fromkeys(layers[at], min(place if work is None else work, own)))
     for node in chains.moves:
         if node.target is GATHER:
-            keys[node] = (issue[node], _START, position[node])
+            keys[node] = (issue[node], _LATE, len(position), position[node])
         elif node in chains.whole:
             keys[node] = (use[node], _LATE, position[node])
         else:  # in front of a gather, or no gather at all
@@ -271,6 +283,17 @@ def _sync_late(graph: fx.Graph, chains: Chains, keys) -> None:
     for node in sorted(late, key=chains.position.__getitem__, reverse=True):
         used = min((keys[u] for u in node.users), default=keys[node])
         keys[node] = (used[0], _LATE, chains.position[node])
+
+
+def _tokens_early(graph: fx.Graph, keys) -> None:
+    """Collectives of tokens start where these are made and are waited for where they are read."""
+    for node in graph.nodes:
+        note = node.meta.get("custom", {})
+        if "collective" in note and note.get("tokens"):
+            keys[node] = (keys[node.args[0]][0], _REDUCE, keys[node][-1])
+            for wait in node.users:
+                used = min((keys[u][0] for u in wait.users), default=keys[wait][0])
+                keys[wait] = (used, _LATE, keys[wait][-1])
 
 
 def _spans(graph: fx.Graph, chains: Chains, layers: dict[fx.Node, str]) -> dict[tuple, tuple[int, int]]:
@@ -319,7 +342,7 @@ def _gathers_behind(node: fx.Node, chains: Chains):
             yield from _gathers_behind(user, chains)
 
 
-def _reduce_buckets(graph, chains: Chains, keys, in_flight: int | None) -> list[list[fx.Node]]:
+def _reduce_buckets(graph, chains: Chains, keys, in_flight: int | None, works: list[int]) -> list[list[fx.Node]]:
     position = chains.position
     stages, waits = _stages(graph, chains)
     buckets: dict[tuple, list[fx.Node]] = {}
@@ -331,10 +354,14 @@ def _reduce_buckets(graph, chains: Chains, keys, in_flight: int | None) -> list[
         at = max(ready[n] for n in nodes)
         if stage:  # a second reduction starts where the next bucket does, when the first has long run
             at = next((f for f in firsts if f > at), len(position) - 1)
+        work, last = _beside(works, at), len(position) + 2 * stage
+        front, start = (at, _REST, stage), (at, _REDUCE, stage)
+        if work is not None:  # behind all that is waited for there
+            front, start = (work, _LATE, last + 1), (work, _LATE, last + 2)
         for node in nodes:
-            keys[node] = (at, _REDUCE, stage, position[node])
+            keys[node] = (*start, position[node])
             for before in _before(node, chains):
-                keys[before] = (at, _REST, stage, position[before])
+                keys[before] = (*front, position[before])
     due = _due(chains, buckets, firsts, waits, in_flight, ready)
     for node in sorted(stages, key=position.__getitem__, reverse=True):
         if keys[node][1] == _COMPUTE:  # behind its collective: as late as it is used
@@ -448,9 +475,11 @@ def _padded(key: tuple) -> tuple:
 
 
 def _channels(graph: fx.Graph) -> None:
-    """Gathers, reductions of gradients and the rest travel in groups of their own, which may run at once."""
+    """Gathers of leaves, reductions of gradients, tokens and the rest travel in groups of their own, which may run at
+    once."""
     for node in graph.nodes:
         note = node.meta.get("custom", {})
-        if "collective" in note and note.get("param"):
+        if "collective" in note and (note.get("param") or note.get("tokens")):
             channel = "#gather" if note["collective"] == "all_gather" else "#reduce"
+            channel = channel if note.get("param") else "#tokens"
             node.args = tuple(a + channel if isinstance(a, str) and a.startswith("fs") else a for a in node.args)
