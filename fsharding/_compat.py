@@ -22,8 +22,9 @@ from torch.distributed.tensor.placement_types import _StridedShard as StridedSha
 from torch.fx.experimental import proxy_tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["StridedShard", "all_gather_flat", "build_device_mesh", "default_store", "local_of", "phantom_group",
-           "in_order", "one_gloo_worker", "process_group_timeout", "register_group", "serves", "world_token"]
+__all__ = ["StridedShard", "all_gather_flat", "before_the_world_ends", "build_device_mesh", "default_store", "in_order",
+           "local_of", "one_gloo_worker", "phantom_group", "process_group_timeout", "register_group", "serves",
+           "world_token"]
 
 
 # ---- process groups ------------------------------------------------------------------------------------------------
@@ -55,6 +56,24 @@ def phantom_group(name: str, rank: int, size: int) -> dist.ProcessGroup:
 def world_token() -> weakref.ref | None:
     """A weak reference to the default process group, None if there is none. It dies or changes with a new world."""
     return weakref.ref(distributed_c10d._get_default_group()) if dist.is_initialized() else None
+
+
+class _AtTheEnd:
+    """In PyTorch's list of what is finalised before communicators go."""
+
+    def __init__(self, method: weakref.WeakMethod):
+        self.method = method
+
+    def finalize(self) -> None:
+        method = self.method()
+        if method is not None:
+            method()
+
+
+def before_the_world_ends(method: Callable) -> None:
+    """Call a bound method when ``destroy_process_group()`` ends the world, unless its object is gone by then."""
+    if dist.is_initialized():
+        distributed_c10d._world.comms.append(_AtTheEnd(weakref.WeakMethod(method)))
 
 
 def all_gather_flat(out: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.fx as fx
 
+from fsharding import _compat as compat
 from fsharding.errors import ShardingError
 from fsharding.moe import exchange
 from fsharding.program.source import line_of
@@ -28,7 +29,8 @@ def refuse_host_sync(graph: fx.Graph, device: torch.device) -> None:
             raise ShardingError(
                 f"{line_of(node) or 'fs.shard'}: `{node.name}` cannot be captured into a CUDA graph: "
                 f"{_SYNCS[node.target]}. "
-                "Use a dispatcher without a host sync, `experts=None`, or backend='inductor'."
+                "Use a dispatcher without a host sync, `experts=fs.Experts(dispatcher='gather')`, `experts=None`, or "
+                "backend='inductor'."
             )
 
 
@@ -65,6 +67,17 @@ class Captured:
     def _capture(self, inputs: Sequence[torch.Tensor]) -> None:
         self.inputs = [x if fixed else x.clone() for x, fixed in zip(inputs, self.fixed, strict=True)]
         torch.cuda.synchronize()
+        if self.graph is None:
+            compat.before_the_world_ends(self.release)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
             self.outputs = self.function(self.inputs)
+
+    def release(self) -> None:
+        """Let go of the graph and its memory. A communicator that a graph still holds waits for it for ever when it is
+        destroyed."""
+        if self.graph is not None:
+            torch.cuda.synchronize()
+            self.outputs, self.inputs = [], []
+            self.graph.reset()
+            self.graph = None
