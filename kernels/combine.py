@@ -15,18 +15,24 @@ BLOCK = 1024  # columns that one program sums
 
 @triton.jit
 def combine_kernel(
-    y, weights, inverse, out, D, y_stride,
-    SLOTS: tl.constexpr, WEIGHTED: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
+    y, weights, inverse, used, out, D, y_stride,
+    SLOTS: tl.constexpr, WEIGHTED: tl.constexpr, CUT: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK columns of one token; the loads of all its slots are in flight together."""
+    """BLOCK columns of one token; the loads of all its slots are in flight together. CUT: rows from `used` on count as
+    zero and are not read."""
     parts = tl.cdiv(D, BLOCK)
     token = (tl.program_id(0) // parts).to(tl.int64)
     at = tl.program_id(0) % parts * BLOCK + tl.arange(0, BLOCK)
     mask = at < D
     total = tl.zeros((BLOCK,), tl.float32)
+    if CUT:
+        rows = tl.load(used)
     for slot in tl.static_range(SLOTS):
         row = tl.load(inverse + token * SLOTS + slot).to(tl.int64)
-        value = tl.load(y + row * y_stride + at, mask=mask, other=0.0).to(tl.float32)
+        inside = mask
+        if CUT:
+            inside = at < tl.where(row < rows, D, 0)
+        value = tl.load(y + row * y_stride + at, mask=inside, other=0.0).to(tl.float32)
         if WEIGHTED:
             value *= tl.load(weights + token * SLOTS + slot).to(tl.float32)
         total += value
@@ -34,9 +40,11 @@ def combine_kernel(
 
 
 @triton.jit(do_not_specialize=["R"])
-def gather_kernel(x, index, out, R, D, x_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """out[r] = x[index[r]] on ROWS rows and BLOCK columns."""
+def gather_kernel(x, index, used, out, R, D, x_stride, CUT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """out[r] = x[index[r]] on ROWS rows and BLOCK columns. CUT: rows from `used` on are left as they are."""
     parts = tl.cdiv(D, BLOCK)
+    if CUT:
+        R = tl.load(used)
     row = tl.program_id(0) // parts * ROWS + tl.arange(0, ROWS)
     at = tl.program_id(0) % parts * BLOCK + tl.arange(0, BLOCK)
     source = tl.load(index + row, mask=row < R, other=0).to(tl.int64)
@@ -65,8 +73,11 @@ def combine_transpose_kernel(
         tl.store(dweights + token * SLOTS + slot, tl.sum(part, 0).to(W_DTYPE))
 
 
-def combine_launch(y, weights, inverse):
-    """y [R, D], weights [T, k] or None (ones), inverse [T, k] int32 -> [T, D] in the dtype of y."""
+def combine_launch(y, weights, inverse, used=None):
+    """y [R, D], weights [T, k] or None (ones), inverse [T, k] int32 -> [T, D] in the dtype of y.
+
+    With ``used`` [1] int32, on the device, rows from there on count as zero, whatever they hold.
+    """
     tokens, slots = shapes(y, weights, inverse)
     y = dense_rows(y)
     out = y.new_empty((tokens, y.shape[1]))
@@ -75,14 +86,15 @@ def combine_launch(y, weights, inverse):
     block = min(BLOCK, triton.next_power_of_2(y.shape[1]))
     items = tokens * triton.cdiv(y.shape[1], block)
     combine_kernel[(items,)](
-        y, None if weights is None else weights.contiguous(), inverse.contiguous(), out, y.shape[1], y.stride(0),
-        SLOTS=slots, WEIGHTED=weights is not None, DTYPE=tiles.dtype(y), BLOCK=block, num_warps=4,
+        y, None if weights is None else weights.contiguous(), inverse.contiguous(), used, out, y.shape[1], y.stride(0),
+        SLOTS=slots, WEIGHTED=weights is not None, CUT=used is not None, DTYPE=tiles.dtype(y), BLOCK=block, num_warps=4,
     )  # fmt: skip
     return out
 
 
-def gather_launch(x, index):
-    """x [T, D], index [R] int32 -> x[index] [R, D]."""
+def gather_launch(x, index, used=None):
+    """x [T, D], index [R] int32 -> x[index] [R, D]; with ``used`` [1] int32 only so many rows, the others are left
+    uninitialised."""
     x = dense_rows(x)
     out = x.new_empty((index.shape[0], x.shape[1]))
     if out.numel() == 0:
@@ -90,7 +102,8 @@ def gather_launch(x, index):
     block = min(BLOCK, triton.next_power_of_2(x.shape[1]))
     items = triton.cdiv(index.shape[0], 8) * triton.cdiv(x.shape[1], block)
     gather_kernel[(items,)](
-        x, index, out, index.shape[0], x.shape[1], x.stride(0), ROWS=8, BLOCK=block, num_warps=4
+        x, index, used, out, index.shape[0], x.shape[1], x.stride(0), CUT=used is not None, ROWS=8, BLOCK=block,
+        num_warps=4,
     )  # fmt: skip
     return out
 

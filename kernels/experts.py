@@ -26,10 +26,11 @@ from .wgrad import wgrad_launch, wgrad_reference
 
 
 def forward_launch(x, w_in, w_out, weights, offsets, perm, inverse, rows, blocks, order, activation, keep):
-    """(out [T, H], h [R, 2I], or [0, 2I] unless `keep`)."""
-    h, a = glu_launch(x, w_in, offsets, blocks, rows, activation, keep)
-    y = rows_launch(a, w_out, offsets, blocks)
-    return combine_launch(y, weights, inverse), h
+    """(out [T, H], h [R, 2I], or [0, 2I] unless `keep`). Rows of dropped slots are neither computed, nor zeroed, nor
+    read."""
+    h, a = glu_launch(x, w_in, offsets, blocks, rows, activation, keep, tail=False)
+    y = rows_launch(a, w_out, offsets, blocks, tail=False)
+    return combine_launch(y, weights, inverse, offsets[-1:]), h
 
 
 def backward_launch(
@@ -40,7 +41,7 @@ def backward_launch(
     dx, dw_in, dw_out, dscale = rows_backward_launch(
         g, x, w_in, w_out, scale, h, offsets, rows, blocks, order, activation, needs, scatter=False
     )  # fmt: skip
-    dx = combine_launch(dx, None, inverse) if needs[0] else dx
+    dx = combine_launch(dx, None, inverse, offsets[-1:]) if needs[0] else dx
     return dx, dw_in, dw_out, slot_values(dscale, inverse, weights) if needs[3] else dscale
 
 
@@ -65,8 +66,8 @@ def rows_backward_launch(
     Where the table says so, g's rows are copied once for the two products that read them, and x's for one.
     """
     copy, none = copies(g, w_out, rows.shape[0]), x.new_empty(0)
-    g, g_index = (gather_launch(g, rows), None) if copy else (g, rows)
-    dh, a, dscale = glu_backward_launch(g, w_out, h, scale, offsets, blocks, g_index, activation)
+    g, g_index = (gather_launch(g, rows, offsets[-1:]), None) if copy else (g, rows)
+    dh, a, dscale = glu_backward_launch(g, w_out, h, scale, offsets, blocks, g_index, activation, tail=False)
     dx = dw_in = dw_out = none
     if needs[2]:
         dw_out = wgrad_launch(a, g, offsets, order, None, g_index)
@@ -74,7 +75,7 @@ def rows_backward_launch(
     if needs[1]:  # before dx, so that a copy of x's rows and dx are not alive together
         dw_in = wgrad_launch(x, dh, offsets, order, rows, None)
     if needs[0]:
-        dx = rows_launch(dh, w_in, offsets, blocks, transposed=True, target=rows if scatter else None)
+        dx = rows_launch(dh, w_in, offsets, blocks, transposed=True, target=rows if scatter else None, tail=scatter)
     return dx, dw_in, dw_out, dscale if needs[3] else none
 
 

@@ -23,7 +23,8 @@ from .tiles import GATHER, POINTER, TMA, activate, load_rows, load_tile, load_we
 def glu_kernel(
     x, w_gate, w_up, h_gate, h_up, a, h_tail, a_tail, index, blocks, M, N, K,
     x_stride, w_expert, w_row, h_stride, a_stride,
-    X_MODE: tl.constexpr, W_TMA: tl.constexpr, Y_TMA: tl.constexpr, KEEP: tl.constexpr, ACTIVATION: tl.constexpr,
+    X_MODE: tl.constexpr, W_TMA: tl.constexpr, Y_TMA: tl.constexpr, KEEP: tl.constexpr, TAIL: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     EVEN_K: tl.constexpr, DTYPE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
@@ -57,9 +58,10 @@ def glu_kernel(
         if KEEP:
             store_tile(h_up, start, end, col, h_stride, N, low_up, Y_TMA)
         store_tile(a, start, end, col, a_stride, N, (value * low_up.to(tl.float32)).to(DTYPE), Y_TMA)
-    if KEEP:
-        zero_tail(h_tail, tl.load(blocks + 1), M, 2 * N, h_stride, DTYPE, 1024)
-    zero_tail(a_tail, tl.load(blocks + 1), M, N, a_stride, DTYPE, 1024)
+    if TAIL:
+        if KEEP:
+            zero_tail(h_tail, tl.load(blocks + 1), M, 2 * N, h_stride, DTYPE, 1024)
+        zero_tail(a_tail, tl.load(blocks + 1), M, N, a_stride, DTYPE, 1024)
 
 
 @triton.jit
@@ -109,7 +111,7 @@ def glu_backward_parts(
 def glu_backward_kernel(
     g, w, h_gate, h_up, dh_gate, dh_up, a, dh_tail, a_tail, score, index, scale, blocks, M, N, K,
     g_stride, w_expert, w_row, h_stride, dh_stride, a_stride, parts,
-    X_MODE: tl.constexpr, W_TMA: tl.constexpr, Y_TMA: tl.constexpr, ACTIVATION: tl.constexpr,
+    X_MODE: tl.constexpr, W_TMA: tl.constexpr, Y_TMA: tl.constexpr, TAIL: tl.constexpr, ACTIVATION: tl.constexpr,
     EVEN_K: tl.constexpr, DTYPE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr, SPLIT: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
@@ -140,15 +142,20 @@ def glu_backward_kernel(
         )  # fmt: skip
         tl.store(score + row.to(tl.int64) * parts + n, part, mask=valid)
     used = tl.load(blocks + 1)
-    zero_tail(dh_tail, used, M, 2 * N, dh_stride, DTYPE, 1024)
-    zero_tail(a_tail, used, M, N, a_stride, DTYPE, 1024)
+    if TAIL:
+        zero_tail(dh_tail, used, M, 2 * N, dh_stride, DTYPE, 1024)
+        zero_tail(a_tail, used, M, N, a_stride, DTYPE, 1024)
     zero_tail(score, used, M, parts, parts, tl.float32, 128)
 
 
 def glu_launch(
-    x, w, offsets, blocks, index=None, activation="swiglu", keep=True, *, config: Config | None = None, tma: int = 2
+    x, w, offsets, blocks, index=None, activation="swiglu", keep=True, tail=True, *, config: Config | None = None,
+    tma: int = 2,
 ):  # fmt: skip
-    """x [M, H] (or [T, H] with `index` [M]), w [E, H, 2I] -> (h [M, 2I], or [0, 2I] unless `keep`; a [M, I])."""
+    """x [M, H] (or [T, H] with `index` [M]), w [E, H, 2I] -> (h [M, 2I], or [0, 2I] unless `keep`; a [M, I]).
+
+    Rows past the last group are zero, or without `tail` uninitialised.
+    """
     rows, inner, width = shapes(x, w, blocks, index, activation)
     h, a = x.new_empty((rows if keep else 0, 2 * inner)), x.new_empty((rows, inner))
     if a.numel() == 0 or width == 0:
@@ -168,7 +175,7 @@ def glu_launch(
         tiles.weight(w_gate, k, n) if w_tma else w_gate, tiles.weight(w_up, k, n) if w_tma else w_up,
         describe(h_gate) if keep else None, describe(h_up) if keep else None, describe(a), h if keep else None, a,
         index, blocks, rows, inner, width, x.stride(0), w.stride(0), w.stride(1), h.stride(0), a.stride(0),
-        X_MODE=x_mode, W_TMA=w_tma, Y_TMA=y_tma, KEEP=keep, ACTIVATION=activation, EVEN_K=width % k == 0,
+        X_MODE=x_mode, W_TMA=w_tma, Y_TMA=y_tma, KEEP=keep, TAIL=tail, ACTIVATION=activation, EVEN_K=width % k == 0,
         DTYPE=tiles.dtype(x), BLOCK_M=BLOCK_M, BLOCK_N=n, BLOCK_K=k, GROUP=config.group, FLATTEN=config.flatten,
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
@@ -176,12 +183,13 @@ def glu_launch(
 
 
 def glu_backward_launch(
-    g, w, h, scale, offsets, blocks, index=None, activation="swiglu", *, config: Config | None = None, tma: int = 2
+    g, w, h, scale, offsets, blocks, index=None, activation="swiglu", tail=True, *, config: Config | None = None,
+    tma: int = 2,
 ):  # fmt: skip
     """g [M, H] (or [T, H] with `index` [M]), w [E, I, H], h [M, 2I], scale [M] fp32.
 
     Returns dh [M, 2I], scale·a [M, I] (for the gradient of w) and d scale [M] fp32; the rows of y = scale·(a @ w) have
-    the gradient g.
+    the gradient g. Rows past the last group are zero, but for dh and a without `tail`: uninitialised.
     """
     rows, inner, width = backward_shapes(g, w, h, scale, blocks, index, activation)
     dh, a, experts = g.new_empty((rows, 2 * inner)), g.new_empty((rows, inner)), w.shape[0]
@@ -204,9 +212,9 @@ def glu_backward_launch(
         describe(h_gate), describe(h_up), describe(dh_gate), describe(dh_up), describe(a), dh, a, score,
         index, scale.contiguous(), blocks, rows, inner, width,
         g.stride(0), w.stride(0), w.stride(1), h.stride(0), dh.stride(0), a.stride(0), parts,
-        X_MODE=g_mode, W_TMA=w_tma, Y_TMA=y_tma, ACTIVATION=activation, EVEN_K=width % k == 0, DTYPE=tiles.dtype(g),
-        BLOCK_M=BLOCK_M, BLOCK_N=n, BLOCK_K=k, GROUP=config.group, SPLIT=config.split, FLATTEN=config.flatten,
-        num_warps=config.warps, num_stages=config.stages,
+        X_MODE=g_mode, W_TMA=w_tma, Y_TMA=y_tma, TAIL=tail, ACTIVATION=activation, EVEN_K=width % k == 0,
+        DTYPE=tiles.dtype(g), BLOCK_M=BLOCK_M, BLOCK_N=n, BLOCK_K=k, GROUP=config.group, SPLIT=config.split,
+        FLATTEN=config.flatten, num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     return dh, a, score.sum(1)
 

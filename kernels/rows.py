@@ -30,7 +30,7 @@ from .tiles import (
 def rows_kernel(
     x, w, y, y_tail, index, target, bias, scale, blocks, M, N, K, x_stride, w_expert, w_row, y_stride, bias_stride,
     X_MODE: tl.constexpr, W_TMA: tl.constexpr, Y_TMA: tl.constexpr, SCATTER: tl.constexpr, TRANSPOSED: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, EVEN_K: tl.constexpr, DTYPE: tl.constexpr,
+    TAIL: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, EVEN_K: tl.constexpr, DTYPE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     SPLIT: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
@@ -67,19 +67,21 @@ def rows_kernel(
             scatter_parts(y, place, valid, col, y_stride, N, acc, SPLIT, DTYPE)
         else:
             store_parts(y, start, end, col, y_stride, N, acc, SPLIT, DTYPE, Y_TMA)
-    if SCATTER:
-        zero_scattered(y_tail, target, tl.load(blocks + 1), M, N, y_stride, DTYPE, 1024)
-    else:
-        zero_tail(y_tail, tl.load(blocks + 1), M, N, y_stride, DTYPE, 1024)
+    if TAIL:
+        if SCATTER:
+            zero_scattered(y_tail, target, tl.load(blocks + 1), M, N, y_stride, DTYPE, 1024)
+        else:
+            zero_tail(y_tail, tl.load(blocks + 1), M, N, y_stride, DTYPE, 1024)
 
 
 def rows_launch(
-    x, w, offsets, blocks, index=None, bias=None, scale=None, transposed=False, target=None, *,
-    config: Config | None = None, tma: int = 2,
+    x, w, offsets, blocks, index=None, bias=None, scale=None, transposed=False, target=None,
+    tail=True, *, config: Config | None = None, tma: int = 2,
 ):  # fmt: skip
     """Launch on x [M, K] (or [T, K] with `index` [M]), w [E, K, N]; `transposed` swaps K and N. Returns [M, N].
 
-    With `target` [M], a permutation, row r of the product is written to row target[r] of the result.
+    With `target` [M], a permutation, row r of the product is written to row target[r] of the result. Rows past the last
+    group are zero, or without `tail` uninitialised.
     `config` and `tma` override the table and the use of the copy engine: 0 nowhere, 1 without the descriptors whose
     bounds wrap around (Triton's interpreter refuses those), 2 everywhere.
     """
@@ -90,7 +92,8 @@ def rows_launch(
     plain = "dgrad" if transposed else "forward"
     config = config or configure("gather" if index is not None else plain, x, cols, inner, w.shape[0], count)
     if index is not None and config.impl == "copy":  # gather first, then the copy engine can load the rows
-        x, index, config = gather_launch(x, index), None, configure(plain, x, cols, inner, w.shape[0], count)
+        x, index = gather_launch(x, index, offsets[-1:]), None
+        config = configure(plain, x, cols, inner, w.shape[0], count)
     x = dense_rows(x)
     if w.stride(-1) != 1 and w.stride(-2) == 1:  # [E, K, N] that rests as [E, N, K]: read it the other way round
         w, transposed = w.mT, not transposed
@@ -108,6 +111,7 @@ def rows_launch(
         y, index, target, bias, scale, blocks, count, cols, inner, x.stride(0), w.stride(0), w.stride(1), y.stride(0),
         0 if bias is None else bias.stride(0),
         X_MODE=x_mode, W_TMA=w_tma, Y_TMA=y_tma, SCATTER=target is not None, TRANSPOSED=transposed,
+        TAIL=tail,
         HAS_BIAS=bias is not None, HAS_SCALE=scale is not None, EVEN_K=inner % k == 0, DTYPE=tiles.dtype(x),
         BLOCK_M=BLOCK_M, BLOCK_N=n, BLOCK_K=k, GROUP=config.group, SPLIT=config.split, FLATTEN=config.flatten,
         num_warps=config.warps, num_stages=config.stages,

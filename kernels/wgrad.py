@@ -252,8 +252,8 @@ def wgrad_launch(
     gathered = x_index is not None or g_index is not None
     config = config or configure("wgrad_gather" if gathered else "wgrad", x, n, k, experts, rows)
     if gathered and config.impl == "copy":
-        x = x if x_index is None else gather_launch(x, x_index)
-        g = g if g_index is None else gather_launch(g, g_index)
+        x = x if x_index is None else gather_launch(x, x_index, offsets[-1:])
+        g = g if g_index is None else gather_launch(g, g_index, offsets[-1:])
         x_index, g_index, config = None, None, configure("wgrad", x, n, k, experts, rows)
     x, g = dense_rows(x), dense_rows(g)
     if config.impl == "torch" and x_index is None and g_index is None and tma_ready(x, g, dw):

@@ -153,6 +153,26 @@ def test_layer_on_arrived_rows(activation, monkeypatch):
     ))  # fmt: skip
 
 
+@pytest.mark.parametrize("dropped", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("activation", glu.ACTIVATIONS)
+def test_layer_with_dropped_slots(activation, dropped, monkeypatch):
+    """Slots whose id is no expert's add nothing to tokens or gradients; their rows are never written, and NaN here."""
+    for module in (glu, rows, tiles, wgrad):
+        monkeypatch.setattr(module, "tma_ready", lambda *tensors: False)
+    ids = torch.where(torch.rand(70, 3) < dropped, 5, torch.randint(0, 5, (70, 3)))
+    offsets, perm, inverse, index = routing.sort_reference(ids, 5)
+    r = kernels.Routing(offsets, perm, inverse, index, *routing.schedule_reference(offsets, 210))
+    x, w_in, w_out = torch.randn(70, 24), torch.randn(5, 24, 36) * 0.2, torch.randn(5, 18, 24) * 0.2
+    g, weights = torch.randn(70, 24), torch.rand(70, 3)
+    out, h = experts.forward_launch(x, w_in, w_out, weights, *r, activation, True)
+    want, full = experts.forward_reference(x, w_in, w_out, weights, *r, activation, True)
+    same(out, want)
+    used = int(offsets[-1])
+    same(h[:used], full[:used])
+    grads = experts.backward_launch(g, x, w_in, w_out, weights, h, *r, activation, (True,) * 4)
+    same(grads, experts.backward_reference(g, x, w_in, w_out, weights, full, *r, activation, (True,) * 4))
+
+
 @pytest.mark.parametrize("impl", ["triton", "copy"])
 def test_wgrad_gather(impl):
     r, index = group(SIZES, ROWS), torch.randint(0, 20, (ROWS,), dtype=torch.int32)

@@ -186,3 +186,25 @@ def test_local_programs_of_all_ranks(shape, experts):
     one = step(*(v.cuda() for v in values))  # in fp32 another expert might be chosen
     for a, b in zip(got, one, strict=True):
         close(a.cuda(), b, tolerance=1e-4)
+
+
+@pytest.mark.parametrize("dropped", [0.0, 0.5, 1.0])
+def test_dropped_slots(dropped):
+    """Rows of slots that name no expert are never written (NaN here), and count as slots of weight zero."""
+    from fsharding.kernels import expert_mlp, route
+
+    ids, (x, w_in, w_out, weights), g = inputs()
+    gone = torch.rand(T, K, device="cuda") < dropped
+    leaves = [t.detach().requires_grad_() for t in (x, w_in, w_out, weights)]
+    poison()
+    out = expert_mlp(*leaves[:3], route(torch.where(gone, E, ids), E), leaves[3])
+    poison()
+    got = [out.detach(), *torch.autograd.grad(out, leaves, g)]
+    want = step(fused, ids, (x, w_in, w_out, torch.where(gone, 0, weights)), g)
+    want[4] = torch.where(gone, 0, want[4])
+    for a, b in zip(got, want, strict=True):
+        assert a.isfinite().all()
+        if b.any():
+            close(a, b)
+        else:
+            assert not a.any()
