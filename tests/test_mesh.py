@@ -11,6 +11,7 @@ import torch.distributed as dist
 from helpers import run_ranks
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from fsharding import _compat
 from fsharding.annotate.mesh import agree, make_mesh, mesh_of
 from fsharding.errors import ShardingError
 
@@ -212,6 +213,30 @@ def test_collectives_in_flight_together_do_not_corrupt_the_heap(seconds):
     """Two workers of a gloo group free one string twice (PyTorch's, see `_compat.in_order`): on groups with two this
     ended in "malloc(): unaligned tcache chunk" within 3 to 6 seconds. Ours have one."""
     assert run_ranks(2, flight_work, seconds) == [(2, 1, 1)] * 2
+
+
+class Witness:
+    def __init__(self):
+        self.seen = []
+
+    def end(self):
+        self.seen.append(dist.is_initialized())
+
+
+def end_work(rank, world):
+    kept, gone = Witness(), Witness()
+    for one in (kept, gone):
+        _compat.before_the_world_ends(one.end)
+    seen = gone.seen
+    del gone, one
+    dist.barrier()
+    dist.destroy_process_group()
+    return kept.seen, seen
+
+
+def test_what_holds_communicators_is_told_before_they_go():
+    """A captured graph must: a communicator that it holds waits for it for ever. Nothing is kept alive for that."""
+    assert run_ranks(2, end_work) == [([True], [])] * 2
 
 
 def start_work(rank, world):

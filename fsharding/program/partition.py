@@ -51,7 +51,9 @@ class Experts:
 
     Args:
         axis: the mesh axis that splits the group dim of ``ragged_dot``'s weights.
-        dispatcher: ``"all_to_all"`` (exact-split exchange).
+        dispatcher: ``"all_to_all"``: rows travel to their experts, by exact splits that the host reads once a layer.
+            ``"gather"``: tokens are gathered over the axis and results summed back, without a look of the host (so the
+            step can be one CUDA graph) and with one crossing a token and rank; room for the rows of all ranks.
     """
 
     axis: str = "ep"
