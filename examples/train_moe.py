@@ -53,6 +53,8 @@ def parse(argv=None) -> argparse.Namespace:
         p.add_argument(f"--{name}", type=int, default=value, help=f"{text} (default {value})")
     p.add_argument("--lr", type=float, default=4e-3, help="peak learning rate (default 4e-3)")
     p.add_argument("--layout", choices=LAYOUTS, default="dp2ep", help="where parameters rest (default dp2ep)")
+    p.add_argument("--dispatcher", choices=("all_to_all", "gather"), default="all_to_all",
+                   help="how tokens reach experts on other ranks (default all_to_all)")  # fmt: skip
     p.add_argument("--tp", type=int, default=1, help="ranks that share attention heads, beside the layout (default 1)")
     p.add_argument("--mesh", help="axes and sizes, as efsdp=2,ep=2 (default: chosen from layout and ranks)")
     p.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of the arithmetic; masters are fp32")
@@ -69,7 +71,7 @@ def parse(argv=None) -> argparse.Namespace:
     if args.batch % (args.ranks * args.micro_batches):
         p.error(f"--batch {args.batch} must be divisible by ranks x micro-batches = {args.ranks * args.micro_batches}")
     # layout, mesh, ... change where the step happens, not what it learns
-    free = ("layout", "mesh", "tp", "precision", "device", "ranks")
+    free = ("layout", "dispatcher", "mesh", "tp", "precision", "device", "ranks")
     args.default_sizes = all(v == p.get_default(name) for name, v in vars(args).items() if name not in free)
     try:
         args.axes = mesh_axes(args)
@@ -158,7 +160,8 @@ class Trainer:
         self.plain_step = make_step(self.cfg, self.optimizer, args.micro_batches)
         precision = None if args.precision == "fp32" else fs.Precision(compute="bfloat16", reduce="float32")
         # in the layouts with expert parallelism the tokens travel to the experts, in the others weights are gathered
-        how = dict(precision=precision, experts="auto" if args.layout in ("dp2ep", "legacy_ep") else None)
+        travel = args.layout in ("dp2ep", "legacy_ep")
+        how = dict(precision=precision, experts=fs.Experts("ep", args.dispatcher) if travel else None)
         self.step = fs.shard(self.plain_step, self.mesh, donate_argnums=(0, 1), **how)
         self.evaluate = fs.shard(make_evaluate(self.cfg), self.mesh, **how)
         described = qwen3_moe.axes(self.cfg)

@@ -63,7 +63,8 @@ SMALL = "--layers 1 --hidden 16 --heads 2 --kv-heads 1 --experts 4 --expert-hidd
 TENSOR = "--tp 2 --heads 4 --kv-heads 2"
 
 
-@pytest.mark.parametrize("extra", ["", "--layout hsdp --micro-batches 2", pytest.param(TENSOR, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("extra", ["", "--layout hsdp --micro-batches 2", "--dispatcher gather",
+                                   pytest.param(TENSOR, marks=pytest.mark.slow)])  # fmt: skip
 def test_a_short_run_on_two_ranks_equals_one_process(extra):
     command = [sys.executable, str(EXAMPLES / "train_moe.py"), "--ranks", "2", "--device", "cpu", *SMALL.split()]
     run = subprocess.run([*command, *extra.split()], capture_output=True, text=True, timeout=120, check=False)
