@@ -9,7 +9,7 @@ from test_remat import model
 
 import fsharding as fs
 from fsharding import P
-from fsharding.program.schedule import Chains
+from fsharding.program.chains import Chains
 from fsharding.program.source import phase_of
 
 C = torch.ops._c10d_functional

@@ -12,9 +12,9 @@ import fsharding as fs
 from fsharding import P
 from fsharding import tree as trees
 from fsharding.program import lockstep
+from fsharding.program.chains import Chains
 from fsharding.program.explain import collectives, num_bytes
 from fsharding.program.partition import LocalProgram
-from fsharding.program.schedule import Chains
 from fsharding.program.source import phase_of
 
 SHAPE = {"replicate": 2, "efsdp": 2, "ep": 2}

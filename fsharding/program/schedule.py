@@ -6,8 +6,11 @@ Pure passes over the graph; nothing here knows a process. The compute of a progr
   issued ``prefetch`` buckets ahead, waited for at the first use;
 * *reductions* of gradients: issued when the bucket's last gradient is there, waited for where the result is used.
 
-A leaf that both directions use is gathered for each (``regather``), so that its whole form lives only while it is used.
-Reads the text of key paths only to find layers: leaves that share a path up to the first index are one bucket.
+* collectives of *tokens*: issued where these are made, waited for where they are read.
+
+Gathers and reductions start right before a product, so that they hide behind work and do not share the wires with what
+is waited for meanwhile. A leaf that both directions use is gathered for each (``regather``, in ``chains.py``), so that
+its whole form lives only while it is used.
 """
 
 from __future__ import annotations
@@ -15,39 +18,24 @@ from __future__ import annotations
 import bisect
 import heapq
 import operator
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 import torch.fx as fx
 
-from fsharding.comm import shards
 from fsharding.errors import ShardingError
 from fsharding.moe import exchange
 from fsharding.moe.expert_ops import tiles_raw
+from fsharding.program.chains import GATHER, PRODUCTS, REDUCE, WAIT, Chains, layer_of, regather
 from fsharding.program.coalesce import coalesce
 from fsharding.program.cost import node_flops
 from fsharding.program.donate import drop_dead
-from fsharding.program.graphs import add_call
 from fsharding.program.hold import layer_major, merge_reductions
 from fsharding.program.partition import LocalProgram
 from fsharding.program.source import phase_of
 
-A = torch.ops.aten
-C = torch.ops._c10d_functional
-GATHER = C.all_gather_into_tensor.default
-REDUCE = (C.reduce_scatter_tensor.default, C.all_reduce.default)
-WAIT = C.wait_tensor.default
-# What may stand in a chain from a stored leaf to its use: nothing that computes.
-_MOVES = {
-    A._to_copy.default, A.reshape.default, A.view.default, A.permute.default, A.transpose.int, A.t.default,
-    A.expand.default, A.unsqueeze.default, A.squeeze.dim, A.squeeze.dims, A.select.int, A.slice.Tensor,
-    A.contiguous.default, A.clone.default, A.unbind.int, operator.getitem, shards.unpad_blocks, shards.shard_slice,
-    GATHER, WAIT,
-}  # fmt: skip
 _PLANS = {exchange.expert_order, tiles_raw}
-_LAYER = re.compile(r"^(.*?\[\d+\])")
 
 
 @dataclass(frozen=True)
@@ -106,121 +94,6 @@ def schedule(program: LocalProgram, plan: Schedule, apart: bool = False) -> None
     drop_dead(graph)
     program.nodes = list(list(graph.nodes)[-1].args[0])  # waits were replaced
     graph.lint()
-
-
-# ---- what moves ------------------------------------------------------------------------------------------------------
-class Chains:
-    """Which nodes only bring stored leaves to their use, and which bring gradients to rest.
-
-    Attributes:
-        moves: nodes that depend on stored leaves alone and compute nothing.
-        whole: those of them that hold a gathered leaf, from the collective on.
-        rests: nodes between a gradient and its place of rest.
-    """
-
-    def __init__(self, program: LocalProgram):
-        graph = program.graph
-        holders = [n for n in graph.nodes if n.op == "placeholder"]
-        given = zip(holders, program.inputs, strict=True)
-        self.stored = {n: leaf.name for n, leaf in given if leaf.kind == "stored"}
-        self.position = {n: i for i, n in enumerate(graph.nodes)}
-        self.moves: set[fx.Node] = set()
-        self.whole: set[fx.Node] = set()
-        self.rests: set[fx.Node] = set()
-        for node in graph.nodes:
-            if node.op != "call_function":
-                continue
-            if self._moves(node):
-                self.moves.add(node)
-                if node.target is GATHER or any(a in self.whole for a in node.all_input_nodes):
-                    self.whole.add(node)
-            elif _to_rest(node):
-                self.rests.add(node)
-
-    def _moves(self, node: fx.Node) -> bool:
-        known = all(a in self.stored or a in self.moves for a in node.all_input_nodes)
-        return node.target in _MOVES and bool(node.all_input_nodes) and known and phase_of(node) != "update"
-
-    def users(self, node: fx.Node) -> Iterable[fx.Node]:
-        """Who reads a moving node's value for a computation, through what moves it further."""
-        for user in node.users:
-            if user in self.moves:
-                yield from self.users(user)
-            else:
-                yield user
-
-    def layers(self) -> dict[fx.Node, str]:
-        """Of each stored leaf, and of what brings it to its use, the layer."""
-        found = {n: _layer(name) for n, name in self.stored.items()}
-        for node in sorted(self.moves, key=self.position.__getitem__):
-            found[node] = found[node.all_input_nodes[0]]
-        return found
-
-    def gathers(self) -> list[fx.Node]:
-        return [n for n in self.moves if n.target is GATHER]
-
-
-def _to_rest(node: fx.Node) -> bool:
-    note = node.meta.get("custom", {})
-    return bool(note.get("param")) and not note.get("lookup") and phase_of(node) == "backward"
-
-
-def layer_of(node: fx.Node) -> str:
-    """Which bucket a collective of a leaf belongs to: the key path up to its first index, or the whole path."""
-    return _layer(node.meta["custom"].get("param") or node.name)
-
-
-def _layer(name: str) -> str:
-    found = _LAYER.match(name)
-    return found[1] if found else name
-
-
-# ---- gather again ----------------------------------------------------------------------------------------------------
-def regather(graph: fx.Graph, chains: Chains, apart: bool = False) -> None:
-    """A second chain, from the gather on, for what the backward pass reads of a leaf.
-
-    A leaf whose whole form the backward pass needs first, right where the forward pass ends, is kept: freeing it would
-    not lower the peak. If they run ``apart``, none is.
-    """
-    forward = {
-        n: max((chains.position[u] for u in chains.users(n) if _runs_in(u, "forward")), default=-1)
-        for n in chains.gathers()
-    }
-    last = max(forward.values(), default=-1)
-    products = [i for n, i in chains.position.items() if n.target in _PRODUCTS]
-    for node, used in sorted(forward.items(), key=lambda item: chains.position[item[0]]):
-        late = [u for u in chains.users(node) if _runs_in(u, "backward")]
-        if late and (apart or (used >= 0 and any(used < i <= last for i in products))):
-            _copy_chain(graph, chains, node, late)
-
-
-def _runs_in(node: fx.Node, phase: str) -> bool:
-    return node.op == "call_function" and (phase_of(node) == "backward") == (phase == "backward")
-
-
-_PRODUCTS = {A.mm.default, A.bmm.default}
-
-
-def _copy_chain(graph: fx.Graph, chains: Chains, root: fx.Node, late: list[fx.Node]) -> None:
-    chain, stack = {root}, [root]
-    while stack:
-        for user in stack.pop().users:
-            if user in chains.whole and user not in chain:
-                chain.add(user)
-                stack.append(user)
-    first = min(late, key=chains.position.__getitem__)
-    made: dict[fx.Node, fx.Node] = {}
-    with graph.inserting_before(first):
-        for node in sorted(chain, key=chains.position.__getitem__):
-            args = fx.node.map_arg((node.args, node.kwargs), lambda a: made.get(a, a))
-            made[node] = add_call(graph, node.target, *args)
-            made[node].meta = {**node.meta, "custom": {**node.meta["custom"], "phase": "backward"}}
-    for user in set(late):
-        for node in [a for a in user.all_input_nodes if a in made]:
-            user.replace_input_with(node, made[node])
-    for node in reversed(list(made.values())):
-        if not node.users:
-            graph.erase_node(node)
 
 
 # ---- order -----------------------------------------------------------------------------------------------------------
@@ -313,7 +186,7 @@ def _spans(graph: fx.Graph, chains: Chains, layers: dict[fx.Node, str]) -> dict[
 def _computes(node: fx.Node) -> bool:
     """Does a node work long enough to hide a gather? Products, attention, experts."""
     target = node.target
-    return target in _PRODUCTS or (isinstance(target, torch._ops.OpOverload) and target.namespace == "fsharding")
+    return target in PRODUCTS or (isinstance(target, torch._ops.OpOverload) and target.namespace == "fsharding")
 
 
 def _ahead(i: int, order: list[tuple], spans, heavy: list[int], layers: int) -> int:

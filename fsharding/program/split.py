@@ -16,12 +16,12 @@ import torch
 import torch.fx as fx
 
 from fsharding import _compat as compat
+from fsharding.program.chains import WAIT, Chains
 from fsharding.program.donate import drop_dead
 from fsharding.program.emit import FACTORIES
 from fsharding.program.graphs import ancestors
 from fsharding.program.partition import LocalProgram
 from fsharding.program.remat import offload_raw
-from fsharding.program.schedule import WAIT, Chains
 from fsharding.program.trace import is_view
 
 # They belong to the node that they read: an element of several results, the end of a collective, a way to the host.
