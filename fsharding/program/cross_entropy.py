@@ -11,6 +11,7 @@ import torch
 
 from fsharding import oplib
 from fsharding.errors import ShardingError
+from fsharding.moe import fast
 from fsharding.oplib import wide_dtype
 from fsharding.program.labels import label_rule
 
@@ -36,10 +37,8 @@ def _loss(x, head, labels, ignore, keep):
 
 
 def _row_loss(z, labels, ignore):
-    if z.is_cuda and z.dtype != torch.float64:
-        from fsharding.kernels.cross_entropy import row_loss_launch
-
-        return row_loss_launch(z, labels, ignore)
+    if z.is_cuda and z.dtype != torch.float64 and fast.present():
+        return fast.kernel("cross_entropy", "row_loss_launch")(z, labels, ignore)
     z = z.to(wide_dtype(z.dtype))
     lse = torch.logsumexp(z, 1)
     valid = labels != ignore
@@ -63,10 +62,9 @@ def _gradients(g, x, head, labels, lse, logits, ignore):
 
 def _row_gradient(z, g, labels, lse, ignore, fresh):
     """(softmax(z) - onehot(label)) · g in the dtype of z; ``fresh`` logits are overwritten."""
-    if z.is_cuda and z.dtype != torch.float64:
-        from fsharding.kernels.cross_entropy import row_gradient_launch
-
-        return row_gradient_launch(z, g, labels, lse, ignore, out=z if fresh else torch.empty_like(z))
+    if z.is_cuda and z.dtype != torch.float64 and fast.present():
+        launch = fast.kernel("cross_entropy", "row_gradient_launch")
+        return launch(z, g, labels, lse, ignore, out=z if fresh else torch.empty_like(z))
     valid = labels != ignore
     scale = torch.where(valid, g, 0.0).to(wide_dtype(z.dtype))[:, None]
     dz = torch.exp(z.to(wide_dtype(z.dtype)) - lse[:, None]) * scale

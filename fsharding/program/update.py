@@ -15,6 +15,7 @@ import torch
 import torch.fx as fx
 
 from fsharding import oplib
+from fsharding.moe import fast
 from fsharding.oplib import wide_dtype
 from fsharding.program.partition import Partition
 from fsharding.program.values import Const, Placed, Stored
@@ -65,14 +66,16 @@ def _adamw_fake(p, g, m, v, scalars, scale, b1, b2, eps, decay, apply):
     return first + [torch.empty_like(x) for x in (*m, *v)]
 
 
-def _adamw_cuda(p, g, m, v, scalars, scale, b1, b2, eps, decay, apply):
-    from fsharding.kernels.adamw import adamw_launch, serves
+def _one_kernel(leaf) -> bool:
+    return fast.present() and fast.kernel("adamw", "serves")(*leaf)
 
+
+def _adamw_cuda(p, g, m, v, scalars, scale, b1, b2, eps, decay, apply):
     out: list[list[torch.Tensor]] = [[], [], []]
     for leaf in zip(p, g, m, v, strict=True):
-        if apply and serves(*leaf):
+        if apply and _one_kernel(leaf):
             new = [x.clone() for x in (leaf[0], leaf[2], leaf[3])]
-            adamw_launch(new[0], leaf[1], new[1], new[2], scalars, scale, b1, b2, eps, decay)
+            fast.kernel("adamw", "adamw_launch")(new[0], leaf[1], new[1], new[2], scalars, scale, b1, b2, eps, decay)
         else:
             new = list(adamw_leaf(*leaf, scalars, scale, b1, b2, eps, decay, apply))
         for column, x in zip(out, new, strict=True):
@@ -81,11 +84,9 @@ def _adamw_cuda(p, g, m, v, scalars, scale, b1, b2, eps, decay, apply):
 
 
 def _adamw_in_place(p, g, m, v, scalars, scale, b1, b2, eps, decay):
-    if p and p[0].is_cuda:
-        from fsharding.kernels.adamw import adamw_launch, serves
     for leaf in zip(p, g, m, v, strict=True):
-        if leaf[0].is_cuda and serves(*leaf):
-            adamw_launch(*leaf, scalars, scale, b1, b2, eps, decay)
+        if leaf[0].is_cuda and _one_kernel(leaf):
+            fast.kernel("adamw", "adamw_launch")(*leaf, scalars, scale, b1, b2, eps, decay)
             continue
         new = adamw_leaf(*leaf, scalars, scale, b1, b2, eps, decay, True)
         for old, x in zip((leaf[0], leaf[2], leaf[3]), new, strict=True):
