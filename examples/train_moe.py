@@ -30,6 +30,7 @@ import fsharding as fs
 from fsharding.models import qwen3_moe
 
 LAYOUTS = ("fsdp", "hsdp", "dp2ep", "legacy_ep")
+TRAVEL = ("dp2ep", "legacy_ep")  # with expert parallelism
 PARITY_STEPS = 5
 PARITY_LIMIT = 1e-5
 
@@ -68,6 +69,8 @@ def parse(argv=None) -> argparse.Namespace:
         args.ranks = 1 << gpus.bit_length() - 1  # a power of two, which divides the default batch
     if args.ranks % args.tp or args.heads % args.tp or args.kv_heads % args.tp:
         p.error(f"--tp {args.tp} must divide --ranks {args.ranks}, --heads {args.heads} and --kv-heads {args.kv_heads}")
+    if args.dispatcher != "all_to_all" and args.layout not in TRAVEL:
+        p.error(f"--dispatcher {args.dispatcher} needs a layout in which tokens travel: {' or '.join(TRAVEL)}")
     if args.batch % (args.ranks * args.micro_batches):
         p.error(f"--batch {args.batch} must be divisible by ranks x micro-batches = {args.ranks * args.micro_batches}")
     # layout, mesh, ... change where the step happens, not what it learns
@@ -160,8 +163,7 @@ class Trainer:
         self.plain_step = make_step(self.cfg, self.optimizer, args.micro_batches)
         precision = None if args.precision == "fp32" else fs.Precision(compute="bfloat16", reduce="float32")
         # in the layouts with expert parallelism the tokens travel to the experts, in the others weights are gathered
-        travel = args.layout in ("dp2ep", "legacy_ep")
-        how = dict(precision=precision, experts=fs.Experts("ep", args.dispatcher) if travel else None)
+        how = dict(precision=precision, experts=fs.Experts("ep", args.dispatcher) if args.layout in TRAVEL else None)
         self.step = fs.shard(self.plain_step, self.mesh, donate_argnums=(0, 1), **how)
         self.evaluate = fs.shard(make_evaluate(self.cfg), self.mesh, **how)
         described = qwen3_moe.axes(self.cfg)

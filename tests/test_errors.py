@@ -163,6 +163,7 @@ ARGUMENTS = [
     (lambda m: fs.shard(lambda w, x: x, m, backend="xla"), "'eager', 'inductor', 'cudagraph'"),
     (lambda m: fs.shard(lambda w, x: x, m, experts=fs.Experts("ep", "magic")), "magic.*all_to_all"),
     (lambda m: fs.shard(lambda w, x: x, m, experts=fs.Experts("tp")).lower(W, X), "'tp'.*replicate, efsdp, ep"),
+    (lambda m: fs.shard(lambda w, x: x, m, experts="gather").lower(W, X), r"mean fs.Experts\('ep', 'gather'\)\?"),
     (lambda m: fs.shard(lambda w, x: x, m, precision="int8"), "bfloat16"),
     (lambda m: fs.shard(lambda w, x: x).lower(W, X), "no mesh"),
     (lambda m: fs.shard(lambda w, x: x, "mesh"), "make_mesh"),

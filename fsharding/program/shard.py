@@ -338,8 +338,10 @@ class Sharded:
         if isinstance(experts, str):
             experts = Experts(experts)
         if experts is not None and experts.axis not in mesh.shape:
+            meant = f" Did you mean fs.Experts('ep', {experts.axis!r})?" if experts.axis in DISPATCHERS else ""
             raise ShardingError(
                 f"`experts` names axis {experts.axis!r}, which the mesh does not have ({', '.join(mesh.axis_names)})."
+                f"{meant}"
             )
         return experts
 
