@@ -87,12 +87,13 @@ def parsed() -> argparse.Namespace:
 
 def table(rows: list[dict]) -> str:
     peers = [r["step_ms"] for r in rows if r["system"] == "transformers" and r["backend"] == "compiled"]
-    lines = [f"{'system':<14}{'layout':<14}{'backend':<11}{'step ms':>9}{'tok/s/GPU':>11}{'peak GiB':>10}{'planned':>9}"
-             f"{'exposed ms':>12}{'x peer':>8}"]  # fmt: skip
+    head = f"{'system':<14}{'layout':<8}{'dispatcher':<12}{'backend':<11}{'step ms':>9}{'tok/s/GPU':>11}{'peak GiB':>10}"
+    lines = [f"{head}{'planned':>9}{'exposed ms':>12}{'x peer':>8}"]
     for r in rows:
         ratio = f"{peers[0] / r['step_ms']:.2f}" if peers else "-"
+        names = f"{r['system']:<14}{r['layout']:<8}{r['dispatcher'] or '-':<12}{r['backend']:<11}"
         lines.append(
-            f"{r['system']:<14}{r['layout']:<14}{r['backend']:<11}{r['step_ms']:>9.1f}{r['tokens_per_s_per_gpu']:>11.0f}"
+            f"{names}{r['step_ms']:>9.1f}{r['tokens_per_s_per_gpu']:>11.0f}"
             f"{r['peak_gib']:>10.1f}{r.get('planned_gib') or 0:>9.1f}{r['exposed_comm_ms']:>12.1f}{ratio:>8}"
         )
     return "\n".join(lines)
@@ -142,7 +143,8 @@ def worker(args) -> None:
     dist.all_reduce(peak, op=dist.ReduceOp.MAX)
     exposed = profile(step, args, f"{name}_{layout}_{backend}") if cuda else {"exposed_comm_ms": 0.0}
     row = dict(
-        system="transformers" if name == "transformers" else "fsharding", layout=layout, backend=backend, step_ms=ms,
+        system="transformers" if name == "transformers" else "fsharding", layout=layout.partition("+")[0],
+        dispatcher=(layout.partition("+")[2] or "all_to_all") if ep > 1 else None, backend=backend, step_ms=ms,
         tokens_per_s_per_gpu=batch * length / ms * 1e3, peak_gib=float(peak), planned_gib=planned, **exposed,
         first_loss=first, last_loss=float(last), first_step_s=compile_s, gpus=dist.get_world_size(), ep=ep,
         layers=sizes["num_hidden_layers"], sequence=length, batch_per_gpu=batch, torch=torch.__version__,
