@@ -87,8 +87,8 @@ def parsed() -> argparse.Namespace:
 
 def table(rows: list[dict]) -> str:
     peers = [r["step_ms"] for r in rows if r["system"] == "transformers" and r["backend"] == "compiled"]
-    head = f"{'system':<14}{'layout':<8}{'dispatcher':<12}{'backend':<11}{'step ms':>9}{'tok/s/GPU':>11}{'peak GiB':>10}"
-    lines = [f"{head}{'planned':>9}{'exposed ms':>12}{'x peer':>8}"]
+    head = f"{'system':<14}{'layout':<8}{'dispatcher':<12}{'backend':<11}{'step ms':>9}{'tok/s/GPU':>11}"
+    lines = [f"{head}{'peak GiB':>10}{'planned':>9}{'exposed ms':>12}{'x peer':>8}"]
     for r in rows:
         ratio = f"{peers[0] / r['step_ms']:.2f}" if peers else "-"
         names = f"{r['system']:<14}{r['layout']:<8}{r['dispatcher'] or '-':<12}{r['backend']:<11}"
