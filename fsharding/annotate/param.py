@@ -25,15 +25,19 @@ __all__ = ["Param", "ShapeDtype", "as_dtype", "init"]
 
 _CHUNK = 1 << 22  # elements drawn at once: the int64 temporaries of a draw are several times its result
 _SHORT = {"bf16": "bfloat16", "f16": "float16", "fp16": "float16", "half": "float16", "f32": "float32",
-          "fp32": "float32", "float": "float32", "f64": "float64", "double": "float64"}
+          "fp32": "float32", "float": "float32", "f64": "float64", "fp64": "float64", "double": "float64"}
+
+
+def find_dtype(dtype: object) -> torch.dtype | None:
+    """A torch dtype from itself or from its name: ``"bfloat16"``, ``"bf16"``; None for anything else."""
+    found = getattr(torch, _SHORT.get(dtype, dtype), None) if isinstance(dtype, str) else dtype
+    return found if isinstance(found, torch.dtype) else None
 
 
 def as_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    """A torch dtype from itself or from its name: ``"bfloat16"``, ``"bf16"``. Raises ShardingError for another one."""
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    found = getattr(torch, _SHORT.get(dtype, dtype), None) if isinstance(dtype, str) else None
-    if not isinstance(found, torch.dtype):
+    """As :func:`find_dtype`. Raises ShardingError where that is None."""
+    found = find_dtype(dtype)
+    if found is None:
         raise ShardingError(f"The dtype {dtype!r} is not known. Use a torch.dtype or its name, such as torch.bfloat16, "
                             '"bfloat16", "bf16", "float32".')
     return found

@@ -7,7 +7,8 @@ import torch
 import torch.fx as fx
 
 from fsharding.errors import ShardingError
-from fsharding.program.partition import VALUES, NoRule, Partition
+from fsharding.program.partition import VALUES, Partition
+from fsharding.program.placing import NoRule
 from fsharding.program.rules import rule_for
 from fsharding.program.rules_reduce import substitute, walk
 from fsharding.program.values import GroupSizes, Permutation, is_routed

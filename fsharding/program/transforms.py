@@ -16,19 +16,17 @@ from torch.distributed.tensor import DTensor
 from fsharding import _compat as compat
 from fsharding import oplib
 from fsharding import tree as trees
+from fsharding.annotate.param import find_dtype
 from fsharding.errors import ShardingError
 from fsharding.program.bundle import casts
 
-_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64", "half": "float16"}
 
-
-def as_dtype(value: Any, what: str) -> torch.dtype | None:
-    """A floating dtype from itself or its name. Raises ShardingError with the names that work."""
-    name = _NAMES.get(value, value) if isinstance(value, str) else value
-    dtype = getattr(torch, name, None) if isinstance(name, str) else name
-    if dtype is None and value is None:
+def floating(value: Any, what: str) -> torch.dtype | None:
+    """A floating dtype from itself or its name, None from None. Raises ShardingError with the names that work."""
+    dtype = find_dtype(value)
+    if value is None:
         return None
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+    if dtype is None or not dtype.is_floating_point:
         raise ShardingError(f"{what}={value!r} is no floating dtype: use bfloat16, float16, float32 or float64.")
     return dtype
 
@@ -53,9 +51,9 @@ class Precision:
     keep: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
-        object.__setattr__(self, "compute", as_dtype(self.compute, "Precision.compute"))
-        object.__setattr__(self, "reduce", as_dtype(self.reduce, "Precision.reduce"))
-        object.__setattr__(self, "keep", {k: as_dtype(v, f"Precision.keep[{k!r}]") for k, v in dict(self.keep).items()})
+        object.__setattr__(self, "compute", floating(self.compute, "Precision.compute"))
+        object.__setattr__(self, "reduce", floating(self.reduce, "Precision.reduce"))
+        object.__setattr__(self, "keep", {k: floating(v, f"Precision.keep[{k!r}]") for k, v in dict(self.keep).items()})
 
     def __hash__(self):
         return hash((self.compute, self.reduce, tuple(sorted(self.keep.items(), key=lambda kv: kv[0]))))
