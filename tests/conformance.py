@@ -23,8 +23,8 @@ from fsharding import P
 from fsharding import tree as trees
 from fsharding.annotate.spec import normalize
 from fsharding.program import explain, lockstep
-from fsharding.program.donate import drop_dead
 from fsharding.program.execute import set_device
+from fsharding.program.graphs import drop_dead
 from fsharding.program.partition import LocalProgram, Partition
 
 DEVICE = os.environ.get("CONFORMANCE_DEVICE", "cpu")  # where the ranks run; the reference is one device, the CPU

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from helpers import run_ranks
 from programs import TOLERANCE, D, E, K, batch, factorisations, init, loss, simulate, specs, summed_loss, trainer, worst
-from test_layout_invariance import _state_specs
-from test_moe_mlp import ROWS, TOKENS, composed, data, fused, objective, placed, routed
+from test_layout_invariance import _state_specs, mesh_id
+from test_moe_mlp import ROWS, TOKENS, composed, data, fused, objective, penalty, placed, routed
 
 import fsharding as fs
 from fsharding import P
@@ -34,7 +34,7 @@ def sharded(fn, shape=None, dispatcher="gather", **kwargs):
 
 
 def meshes():
-    return [pytest.param(m, id="x".join(map(str, m.values())), marks=[] if m in SAMPLE else [pytest.mark.slow])
+    return [pytest.param(m, id=mesh_id(m), marks=[] if m in SAMPLE else [pytest.mark.slow])
             for m in MESHES]  # fmt: skip
 
 
@@ -112,11 +112,6 @@ def test_rows_of_no_expert_never_count():
 
 def test_second_derivatives_recomputation_and_micro_batches():
     args = data(torch.float64)
-
-    def penalty(layer):
-        return lambda p, x: fs.grad(
-            lambda q: sum(g.square().sum() for g in fs.grad(lambda v: layer(v, x).sin().sum())(q).values())
-        )(p)
 
     where = placed("dp2ep"), ROWS
     assert worst(simulate(sharded(penalty(fused)), args, where)[0], penalty(composed)(*args)) <= 1e-9

@@ -50,6 +50,13 @@ def objective(layer, **kwargs):
     return fs.value_and_grad(lambda p, x: layer(p, x, **kwargs).sin().sum(), argnums=(0, 1))
 
 
+def penalty(layer):
+    """The gradient of the squared norm of a gradient."""
+    return lambda p, x: fs.grad(
+        lambda q: sum(g.square().sum() for g in fs.grad(lambda v: layer(v, x).sin().sum())(q).values())
+    )(p)
+
+
 def placed(layout):
     return specs(data()[0], layout) | {"router": P()}
 
@@ -201,11 +208,6 @@ def test_model_axes_are_gathered(experts):
 
 def test_second_derivatives_are_right_on_ranks():
     args = data(torch.float64)
-
-    def penalty(layer):
-        return lambda p, x: fs.grad(
-            lambda q: sum(g.square().sum() for g in fs.grad(lambda v: layer(v, x).sin().sum())(q).values())
-        )(p)
 
     got, _ = simulate(
         sharded(penalty(fused), {"replicate": 1, "efsdp": 2, "ep": 2}), args, (placed("dp2ep"), ROWS)

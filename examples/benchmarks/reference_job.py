@@ -110,6 +110,7 @@ def worker(args) -> None:
     device = torch.device("cuda" if cuda else "cpu")
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
     name, layout, backend = args.systems[0].split(":")
+    layout, _, dispatcher = layout.partition("+")
     sizes = dict(TINY if args.small else SIZES)
     if args.layers:
         sizes["num_hidden_layers"] = args.layers
@@ -117,8 +118,9 @@ def worker(args) -> None:
     g = torch.Generator().manual_seed(dist.get_rank())
     tokens = torch.randint(0, sizes["vocab_size"], (batch, length + 1), generator=g).to(device)
     started = time.perf_counter()
-    ep = (args.ep or dist.get_world_size()) if layout.startswith("dp2ep") else 1
-    build = functools.partial(ours, ep=ep) if name == "ours" else peer
+    ep = (args.ep or dist.get_world_size()) if layout == "dp2ep" else 1
+    dispatcher = (dispatcher or "all_to_all") if ep > 1 else None
+    build = functools.partial(ours, ep=ep, dispatcher=dispatcher) if name == "ours" else peer
     step, planned = build(sizes, layout, backend, tokens)
     first = float(step())
     compile_s = time.perf_counter() - started
@@ -141,10 +143,10 @@ def worker(args) -> None:
     ms = statistics.median(slowest.tolist())
     peak = torch.tensor([torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0], dtype=torch.float64)
     dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-    exposed = profile(step, args, f"{name}_{layout}_{backend}") if cuda else {"exposed_comm_ms": 0.0}
+    exposed = profile(step, args, args.systems[0].replace(":", "_")) if cuda else {"exposed_comm_ms": 0.0}
     row = dict(
-        system="transformers" if name == "transformers" else "fsharding", layout=layout.partition("+")[0],
-        dispatcher=(layout.partition("+")[2] or "all_to_all") if ep > 1 else None, backend=backend, step_ms=ms,
+        system="transformers" if name == "transformers" else "fsharding", layout=layout,
+        dispatcher=dispatcher, backend=backend, step_ms=ms,
         tokens_per_s_per_gpu=batch * length / ms * 1e3, peak_gib=float(peak), planned_gib=planned, **exposed,
         first_loss=first, last_loss=float(last), first_step_s=compile_s, gpus=dist.get_world_size(), ep=ep,
         layers=sizes["num_hidden_layers"], sequence=length, batch_per_gpu=batch, torch=torch.__version__,
@@ -157,7 +159,7 @@ def worker(args) -> None:
     dist.destroy_process_group()
 
 
-def ours(sizes: dict, layout: str, backend: str, tokens, ep: int):
+def ours(sizes: dict, layout: str, backend: str, tokens, ep: int, dispatcher: str | None):
     import torch
     import torch.distributed as dist
 
@@ -166,8 +168,7 @@ def ours(sizes: dict, layout: str, backend: str, tokens, ep: int):
     from fsharding.models import qwen3_moe as model
 
     cfg = model.Config(**sizes)
-    ranks, (layout, _, dispatcher) = dist.get_world_size(), layout.partition("+")
-    experts = fs.Experts("ep", dispatcher or "all_to_all") if ep > 1 else None
+    ranks, experts = dist.get_world_size(), fs.Experts("ep", dispatcher) if dispatcher else None
     mesh = fs.make_mesh({"replicate": 1, "efsdp": ranks // ep, "ep": ep}, device=tokens.device)
     axes = model.axes(cfg)
     params = fs.init(axes, mesh, getattr(fs.layouts, layout)(mesh)(axes))

@@ -197,7 +197,8 @@ def features(params: dict, tokens_BT: torch.Tensor, cfg: Config, mask_BT: torch.
     stats = []
     for dense, run in itertools.groupby(params["layers"], lambda layer: "router" not in layer["mlp"]):
         x, found = scan(block, x, list(run))  # equal layers are traced once
-        stats += [] if dense else [found]
+        if not dense:
+            stats.append(found)
     x = F.rms_norm(x, x.shape[-1:], params["norm"], eps)
     real = tokens_BT.numel() if mask_BT is None else mask_BT.sum()
     load = [counts for counts_LE, _ in stats for counts in counts_LE.unbind(0)]

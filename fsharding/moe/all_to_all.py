@@ -1,45 +1,14 @@
-"""Dispatchers as pure functions over the emitter: how a routing's rows travel in the local program.
-
-A dispatcher offers ``route`` (the order of the rows and their counts), ``plan`` (fills the routing state), ``enter``
-(this rank's tokens -> those that it serves) and ``leave`` (its transpose), ``send`` (token side -> expert side) and
-``back`` (its transpose), and ``valid`` (rows with zeros where no expert is). One that ``moves`` rows also offers the
-two halves of ``send`` and ``back``: ``push`` and ``pull`` exchange rows and leave them in the order in which they
-arrive, and ``state.extra`` says where each row of the expert order stands then (``order``).
-
-``local`` moves nothing: the weights were gathered. ``all_to_all`` exchanges exact splits over the expert axis.
-``gather`` (see ``gather.py``) gathers tokens and sums results.
-"""
+"""The ``all_to_all`` dispatcher: rows travel to their experts by exact splits. What dispatchers offer: ``local.py``."""
 
 from __future__ import annotations
 
 import torch
 
 from fsharding.moe import exchange as x
-from fsharding.moe import ops
 from fsharding.moe.gather import Gather
+from fsharding.moe.local import Local
 
 A = torch.ops.aten
-
-
-class Local:
-    """Every rank serves its own tokens with all experts."""
-
-    moves = False
-
-    def route(self, emit, ids, num_experts: int):
-        perm, inverse, counts = emit.items(emit.call(ops.route, ids, num_experts))
-        return perm, inverse, counts, counts
-
-    def plan(self, emit, state):
-        return state
-
-    def send(self, emit, rows, state):
-        return rows
-
-    back = enter = valid = send
-
-    def leave(self, emit, y, state, small: bool = False):
-        return y
 
 
 class AllToAll(Local):
@@ -52,9 +21,8 @@ class AllToAll(Local):
 
     def plan(self, emit, state):
         alias = emit.mesh.alias((self.axis,))
-        note, emit.note = emit.note, {**emit.note, "collective": "all_to_all", "axes": (self.axis,)}
-        received = emit.call(x.exchange_counts, state.counts, alias)
-        emit.note = note
+        with emit.noted(collective="all_to_all", axes=(self.axis,)):
+            received = emit.call(x.exchange_counts, state.counts, alias)
         splits = torch.empty(2, emit.mesh.shape[self.axis], dtype=torch.int64, device="meta")
         sizes = emit.add(
             x.host_sizes, (state.counts, received), {}, (splits, state.rows)
@@ -80,10 +48,8 @@ class AllToAll(Local):
         return self.pull(emit, emit.call(A.index_select.default, rows, 0, state.extra["inverse"]), state)
 
     def _exchange(self, emit, rows, size, state, back):
-        note, emit.note = emit.note, {**emit.note, "collective": "all_to_all", "axes": (self.axis,)}
-        out = emit.call(x.exchange, rows, state.extra["splits"], size, state.extra["alias"], back)
-        emit.note = note
-        return out
+        with emit.noted(collective="all_to_all", axes=(self.axis,)):
+            return emit.call(x.exchange, rows, state.extra["splits"], size, state.extra["alias"], back)
 
 
 DISPATCHERS = {"all_to_all": AllToAll, "gather": Gather}

@@ -16,16 +16,17 @@ import torch
 
 from fsharding.comm import groups
 from fsharding.moe import fast, ops
+from fsharding.moe.local import Local
 from fsharding.oplib import raw_op
 
 
 def _route_mine(ids, experts, group):
     own = ids - groups.place(group, groups.current_rank()) * experts
     if ids.is_cuda and fast.present():
-        return ops.route_kernel(own, experts)  # it drops what is out of range
+        return ops.route(own, experts)  # it drops what is out of range
     ops.check_ids(ids, experts * groups.axes_size(group))
     own = torch.where((own >= 0) & (own < experts), own, experts)
-    perm, inverse, counts = ops.route_kernel(own, experts + 1)
+    perm, inverse, counts = ops.route(own, experts + 1)
     return perm, inverse, counts[:experts].clone()
 
 
@@ -55,10 +56,8 @@ valid_rows = raw_op(
 """Rows past the groups become zero, whatever they hold."""
 
 
-class Gather:
+class Gather(Local):
     """All tokens of the axis come, all results go; no look of the host at the data."""
-
-    moves = False
 
     def __init__(self, axis: str):
         self.axis = axis
@@ -90,16 +89,10 @@ class Gather:
         return emit.reduce_scatter(y, (self.axis,)) if small else self._moved(emit, emit.reduce_scatter, y)
 
     def _moved(self, emit, collective, x):
-        note, emit.note = emit.note, {**emit.note, "tokens": True}
-        out = collective(x, (self.axis,))
-        emit.note = note
-        return out
-
-    def send(self, emit, rows, state):
-        return rows
-
-    def back(self, emit, rows, state):
-        return self.valid(emit, rows, state)
+        with emit.noted(tokens=True):
+            return collective(x, (self.axis,))
 
     def valid(self, emit, rows, state):
         return emit.call(valid_rows, rows, state.sizes)
+
+    back = valid

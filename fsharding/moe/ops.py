@@ -52,11 +52,6 @@ def _route_cuda(ids, num_experts):
     return perm.long(), inverse.reshape(-1).long(), torch.diff(ends, prepend=ends.new_zeros(1))
 
 
-def route_kernel(ids, num_experts):
-    """(perm, inverse, counts) by the ids' device."""
-    return (_route_cuda if ids.is_cuda else _route)(ids, num_experts)
-
-
 route = raw_op(
     "route(Tensor ids, int num_experts) -> (Tensor, Tensor, Tensor)",
     _route,

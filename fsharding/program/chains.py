@@ -14,7 +14,7 @@ import torch
 import torch.fx as fx
 
 from fsharding.comm import shards
-from fsharding.program.graphs import add_call
+from fsharding.program.graphs import copy_call
 from fsharding.program.partition import LocalProgram
 from fsharding.program.source import phase_of
 
@@ -135,8 +135,7 @@ def _copy_chain(graph: fx.Graph, chains: Chains, root: fx.Node, late: list[fx.No
     made: dict[fx.Node, fx.Node] = {}
     with graph.inserting_before(first):
         for node in sorted(chain, key=chains.position.__getitem__):
-            args = fx.node.map_arg((node.args, node.kwargs), lambda a: made.get(a, a))
-            made[node] = add_call(graph, node.target, *args)
+            made[node] = copy_call(graph, node, lambda a: made.get(a, a))
             made[node].meta = {**node.meta, "custom": {**node.meta["custom"], "phase": "backward"}}
     for user in set(late):
         for node in [a for a in user.all_input_nodes if a in made]:

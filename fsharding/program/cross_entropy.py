@@ -111,18 +111,11 @@ def _product(x, head) -> int:
     return 2 * x.shape[0] * head.shape[0] * head.shape[1]
 
 
-def _sizes(x, head) -> tuple[int, int]:
-    return x.shape[0], head.shape[1]
-
-
-def _chunk_bytes(parts, x, head) -> int:
-    return parts[0].stop * head.shape[1] * x.itemsize if parts else 0
-
-
-def _gradient_bytes(x, head, kept: bool) -> int:
-    parts = _chunks(*_sizes(x, head), kept)
-    total = head.numel() * wide_dtype(head.dtype).itemsize if len(parts) > 1 else 0
-    return _chunk_bytes(parts, x, head) + total
+def _bytes(x, head, kept: bool, summed: bool) -> int:
+    """One chunk's logits or their gradient; if ``summed``, also the head's in the wide dtype, to which chunks add."""
+    parts = _chunks(x.shape[0], head.shape[1], kept)
+    chunk = parts[0].stop * head.shape[1] * x.itemsize if parts else 0
+    return chunk + (head.numel() * wide_dtype(head.dtype).itemsize if summed and len(parts) > 1 else 0)
 
 
 FLOPS = {
@@ -130,10 +123,9 @@ FLOPS = {
     gradients_raw: lambda g, x, head, labels, lse, logits, *rest: _product(x, head) * (2 if logits.shape[0] else 3),
 }
 WORKSPACE = {
-    loss_raw: lambda x, head, labels, ignore, keep: 0 if keep else _chunk_bytes(_chunks(*_sizes(x, head)), x, head),
-    gradients_raw: lambda g, x, head, labels, lse, logits, *rest: _gradient_bytes(x, head, bool(logits.shape[0])),
+    loss_raw: lambda x, head, labels, ignore, keep: 0 if keep else _bytes(x, head, False, False),
+    gradients_raw: lambda g, x, head, labels, lse, logits, *rest: _bytes(x, head, bool(logits.shape[0]), True),
 }
-"""Bytes of one chunk's logits or their gradient, and of the head's gradient in the wide dtype if chunks add to it."""
 
 RULES = {loss_raw: label_rule(_kept), gradients_raw: label_rule(_kept_backward)}
 

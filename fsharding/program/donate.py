@@ -36,14 +36,6 @@ def memory_of(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     return owner
 
 
-def drop_dead(graph: fx.Graph) -> None:
-    """Remove what no result needs, collectives included: every op of a local program is functional, on all ranks
-    alike."""
-    for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and not node.users:
-            graph.erase_node(node)
-
-
 def pull_updates_forward(graph: fx.Graph) -> None:
     """Place each node of the update phase right after the last of its operands.
 

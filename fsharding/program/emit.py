@@ -40,6 +40,15 @@ class Emitter:
         self._alike: dict[Any, torch.Tensor] = {}
         self._last: fx.Node | None = None  # input
 
+    @contextlib.contextmanager
+    def noted(self, **more):
+        """Nodes added inside carry these notes as well."""
+        note, self.note = self.note, {**self.note, **more}
+        try:
+            yield
+        finally:
+            self.note = note
+
     def input(self, name: str, shape, dtype) -> fx.Node:
         with self.graph.inserting_after(self._last) if self._last is not None else contextlib.nullcontext():
             self._last = node = self.graph.placeholder(name)
@@ -102,10 +111,8 @@ class Emitter:
     def collective(self, kind: str, axes: tuple[str, ...], target, x: fx.Node, *args) -> fx.Node:
         """One ``_c10d_functional`` op over the group of ``axes`` and its wait."""
         x = self.contiguous(x)  # a copy is no collective: it must not carry the note of one
-        note, alias = self.note, self.mesh.alias(axes)
-        self.note = {**note, "collective": kind, "axes": self.mesh.sort_axes(axes)}
-        started = self.call(target, x, *args, alias)
-        self.note = note
+        with self.noted(collective=kind, axes=self.mesh.sort_axes(axes)):
+            started = self.call(target, x, *args, self.mesh.alias(axes))
         return self.call(C.wait_tensor.default, started)
 
     def all_reduce(self, x: fx.Node, axes: tuple[str, ...], op: str = "sum") -> fx.Node:

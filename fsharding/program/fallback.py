@@ -7,11 +7,11 @@ import torch
 import torch.fx as fx
 
 from fsharding.errors import ShardingError
-from fsharding.program.partition import VALUES, Partition
+from fsharding.program.partition import Partition
 from fsharding.program.placing import NoRule
 from fsharding.program.rules import rule_for
 from fsharding.program.rules_reduce import substitute, walk
-from fsharding.program.values import GroupSizes, Permutation, is_routed
+from fsharding.program.values import VALUES, GroupSizes, Permutation, is_routed
 from fsharding.program.whole import warn
 
 

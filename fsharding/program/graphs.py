@@ -19,6 +19,11 @@ def add_call(graph: fx.Graph, target: Callable, args: tuple, kwargs: dict[str, A
     return node
 
 
+def copy_call(graph: fx.Graph, node: fx.Node, of: Callable[[fx.Node], Any]) -> fx.Node:
+    """The call of ``node`` once more, on what ``of`` gives for its operands; without its meta."""
+    return add_call(graph, node.target, *fx.node.map_arg((node.args, node.kwargs), of))
+
+
 @functools.lru_cache(maxsize=4096)
 def _name(target: Callable) -> str:
     return fx.Graph().call_function(target).name
@@ -35,6 +40,14 @@ def ancestors(nodes: Iterable[fx.Node], stop: Callable[[fx.Node], bool] = lambda
             if not stop(node):
                 stack += node.all_input_nodes
     return found
+
+
+def drop_dead(graph: fx.Graph, keep: Callable[[fx.Node], bool] = lambda node: False) -> None:
+    """Remove what no result needs, but for nodes to ``keep``. Collectives included: every op of a local program is
+    functional, on all ranks alike."""
+    for node in reversed(graph.nodes):
+        if not node.users and node.op not in ("placeholder", "output") and not keep(node):
+            graph.erase_node(node)
 
 
 def replace_uses(new: dict[fx.Node, fx.Node]) -> None:

@@ -24,19 +24,10 @@ from fsharding.program.source import line_of, phase_of
 from fsharding.program.values import (
     Const,
     Dims,
-    GroupSizes,
-    Lazy,
-    Pending,
-    Permutation,
     Placed,
-    Spread,
     Stored,
-    Viewed,
     is_routed,
 )
-
-A = torch.ops.aten
-VALUES = (Placed, Stored, Viewed, Const, Lazy, Spread, Pending, GroupSizes, Permutation)
 
 
 @dataclass(frozen=True)

@@ -94,11 +94,9 @@ class Placing:
                         f"{value.name or 'a stored value'} is split over {axes}: the axes that stay in use, {s}, must "
                         "be the major ones of their tuple"
                     )
-            note = self.emit.note
-            self.emit.note = {**note, "param": value.name}
             shape = tuple(n // self.mesh.axes_size(s) for n, s in zip(value.shape, stay, strict=True))
-            node = storage.gather(self.emit, value.node, shape, move)
-            self.emit.note = note
+            with self.emit.noted(param=value.name):
+                node = storage.gather(self.emit, value.node, shape, move)
             value.gathered[stay] = Placed(node, value.shape, stay)
         return value.gathered[stay]
 
@@ -183,8 +181,10 @@ class Placing:
 
     def rest(self, x: Placed, dims: Dims, name: str | None = None, reduce_dtype=None) -> Stored:
         """``x`` laid to rest over ``dims``: reduce-scatter where it is a pending sum, a cut where it is whole."""
-        note = self.emit.note
-        self.emit.note = {**note, "param": name}
+        with self.emit.noted(param=name):
+            return self._rested(x, dims, reduce_dtype)
+
+    def _rested(self, x: Placed, dims: Dims, reduce_dtype) -> Stored:
         extra = []
         for have, want in zip(x.dims, dims, strict=True):
             have, want = storage.real_axes(self.mesh, have), storage.real_axes(self.mesh, want)
@@ -212,9 +212,7 @@ class Placing:
                 node = self.emit.all_reduce(node, left)
             if any(plain):
                 node = storage.cut(self.emit, node, shape, plain)
-        node = self.emit.cast(node, dtype)
-        self.emit.note = note
-        return Stored(node, x.shape, dims)
+        return Stored(self.emit.cast(node, dtype), x.shape, dims)
 
     # ---- propagation ----------------------------------------------------------------------------------------------
     def merge(self, operands: Sequence[tuple[Placed | Spread | Const, Sequence[Any]]]) -> dict[Any, tuple[str, ...]]:

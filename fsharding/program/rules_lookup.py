@@ -63,13 +63,12 @@ def embedding(p: Partition, node, args, kwargs):
     if axes is None:
         return red.embedding(p, node, args, kwargs)
     ids = p.total(ids)
-    note, p.emit.note = p.emit.note, {**p.emit.note, "param": weight.name, "lookup": True}
-    flat = p.emit.reshape(ids.node, [math.prod(ids.node.meta["val"].shape)])
-    every = p.emit.all_gather(flat, p.mesh.sort_axes(axes))
-    rows = p.emit.call(lookup, weight.node, every, _ordered(p, axes))
-    own = p.emit.reduce_scatter(rows, p.mesh.sort_axes(axes))
-    out = p.emit.reshape(own, [*ids.node.meta["val"].shape, weight.shape[1]])
-    p.emit.note = note
+    with p.emit.noted(param=weight.name, lookup=True):
+        flat = p.emit.reshape(ids.node, [math.prod(ids.node.meta["val"].shape)])
+        every = p.emit.all_gather(flat, p.mesh.sort_axes(axes))
+        rows = p.emit.call(lookup, weight.node, every, _ordered(p, axes))
+        own = p.emit.reduce_scatter(rows, p.mesh.sort_axes(axes))
+        out = p.emit.reshape(own, [*ids.node.meta["val"].shape, weight.shape[1]])
     p.lookups[node.args[1], weight.shape[0]] = (axes, every, weight.name)
     return Placed(out, p.shape_of_meta(), (*ids.dims, ()))
 
@@ -83,13 +82,11 @@ def embedding_backward(p: Partition, node, args, kwargs):
     axes, every, name = known
     ids = p.total(ids)
     g = p.relayout(p.total(grad), (*ids.dims, ()))
-    note, p.emit.note = p.emit.note, {**p.emit.note, "param": name, "lookup": True}
-    features = g.shape[-1]
-    flat = p.emit.reshape(g.node, [math.prod(g.node.meta["val"].shape) // features, features])
-    rows_of_all = p.emit.all_gather(flat, p.mesh.sort_axes(axes))
-    block = rows // p.mesh.axes_size(axes)
-    own = p.emit.call(lookup_t, rows_of_all, every, block, padding, _ordered(p, axes))
-    p.emit.note = note
+    features, block = g.shape[-1], rows // p.mesh.axes_size(axes)
+    with p.emit.noted(param=name, lookup=True):
+        flat = p.emit.reshape(g.node, [math.prod(g.node.meta["val"].shape) // features, features])
+        rows_of_all = p.emit.all_gather(flat, p.mesh.sort_axes(axes))
+        own = p.emit.call(lookup_t, rows_of_all, every, block, padding, _ordered(p, axes))
     partial = {a for d in ids.dims for a in p._real(d)} - set(axes)
     return Placed(own, (rows, features), (axes, ()), frozenset(partial))
 

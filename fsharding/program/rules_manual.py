@@ -132,10 +132,8 @@ def permute(p: Partition, node, args, kwargs):
     if not axes:
         return x if list(targets) == [0] else Const(0, tuple(node.meta["val"].shape), node.meta["val"].dtype)
     x = p.total(x)
-    note = p.emit.note
-    p.emit.note = {**note, "collective": "ppermute", "axes": p.mesh.sort_axes(axes)}
-    y = p.emit.call(manual.send, p.emit.contiguous(x.node), list(targets), p.mesh.alias(axes))
-    p.emit.note = note
+    with p.emit.noted(collective="ppermute", axes=p.mesh.sort_axes(axes)):
+        y = p.emit.call(manual.send, p.emit.contiguous(x.node), list(targets), p.mesh.alias(axes))
     return Placed(y, x.shape, x.dims)
 
 

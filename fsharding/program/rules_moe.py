@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 
 from fsharding.moe import ops
-from fsharding.moe.all_to_all import DISPATCHERS, Local
+from fsharding.moe.all_to_all import DISPATCHERS
+from fsharding.moe.local import Local
 from fsharding.program.partition import Partition
 from fsharding.program.values import (
     ROUTED,

@@ -9,8 +9,8 @@ import torch.fx as fx
 
 from fsharding.program.bundle import like_raw
 from fsharding.program.emit import dtype_of
-from fsharding.program.partition import VALUES, Partition, same_dims
-from fsharding.program.values import Const, Lazy, Pending, Placed, Spread, Stored, Viewed
+from fsharding.program.partition import Partition, same_dims
+from fsharding.program.values import VALUES, Const, Lazy, Pending, Placed, Spread, Stored, Viewed
 from fsharding.program.whole import reconcile
 
 A = torch.ops.aten

@@ -8,9 +8,9 @@ import torch
 
 from fsharding.comm import shards
 from fsharding.program.emit import dtype_of
-from fsharding.program.partition import VALUES, Partition
+from fsharding.program.partition import Partition
 from fsharding.program.source import phase_of
-from fsharding.program.values import GroupSizes, Placed, Stored, is_routed
+from fsharding.program.values import VALUES, GroupSizes, Placed, Stored, is_routed
 
 A = torch.ops.aten
 

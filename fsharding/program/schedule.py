@@ -4,8 +4,7 @@ Pure passes over the graph; nothing here knows a process. The compute of a progr
 
 * *gathers* of stored leaves (a chain of casts, the collective, its wait, reshapes): one bucket per layer and direction,
   issued ``prefetch`` buckets ahead, waited for at the first use;
-* *reductions* of gradients: issued when the bucket's last gradient is there, waited for where the result is used.
-
+* *reductions* of gradients: issued when the bucket's last gradient is there, waited for where the result is used;
 * collectives of *tokens*: issued where these are made, waited for where they are read.
 
 Gathers and reductions start right before a product, so that they hide behind work and do not share the wires with what
@@ -30,7 +29,7 @@ from fsharding.moe.expert_ops import tiles_raw
 from fsharding.program.chains import GATHER, PRODUCTS, REDUCE, WAIT, Chains, layer_of, regather
 from fsharding.program.coalesce import coalesce
 from fsharding.program.cost import node_flops
-from fsharding.program.donate import drop_dead
+from fsharding.program.graphs import drop_dead
 from fsharding.program.hold import layer_major, merge_reductions
 from fsharding.program.partition import LocalProgram
 from fsharding.program.source import phase_of

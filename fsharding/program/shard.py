@@ -30,7 +30,8 @@ from fsharding.program.call import (
     locate,
 )
 from fsharding.program.checks import check_leaves, refuse_gradients, warn_if_replicated
-from fsharding.program.donate import drop_dead, pull_updates_forward, write_back
+from fsharding.program.donate import pull_updates_forward, write_back
+from fsharding.program.graphs import drop_dead
 from fsharding.program.lowered import BACKENDS, Lowered, Program
 from fsharding.program.partition import Experts, Input, LocalProgram, Partition, same_dims
 from fsharding.program.schedule import Schedule

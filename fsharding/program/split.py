@@ -17,9 +17,8 @@ import torch.fx as fx
 
 from fsharding import _compat as compat
 from fsharding.program.chains import WAIT, Chains
-from fsharding.program.donate import drop_dead
 from fsharding.program.emit import FACTORIES
-from fsharding.program.graphs import ancestors
+from fsharding.program.graphs import ancestors, drop_dead
 from fsharding.program.partition import LocalProgram
 from fsharding.program.remat import offload_raw
 from fsharding.program.trace import is_view

@@ -16,7 +16,7 @@ import torch.fx as fx
 from fsharding import oplib
 from fsharding.errors import ShardingError
 from fsharding.program.bundle import fakes
-from fsharding.program.graphs import add_call, ancestors, replace_uses
+from fsharding.program.graphs import add_call, ancestors, copy_call, replace_uses
 
 
 @dataclass
@@ -298,7 +298,6 @@ def _copy(graph: fx.Graph, stamp: Stamp, given: dict[str, Sequence], call: fx.No
         note["phase"] = "backward"
     for inner in stamp.graph.nodes:
         if inner.op != "placeholder":
-            operands = fx.node.map_arg((inner.args, inner.kwargs), env.__getitem__)
-            copy = env[inner] = add_call(graph, inner.target, *operands)
+            copy = env[inner] = copy_call(graph, inner, env.__getitem__)
             copy.meta = {**inner.meta, "custom": {**inner.meta.get("custom", {}), **note}}
     return [env[n] for n in stamp.outputs]

@@ -27,7 +27,7 @@ from fsharding.errors import ShardingError
 from fsharding.program import decompositions
 from fsharding.program.bundle import like_raw, likes, unbundle
 from fsharding.program.composites import Rewrite
-from fsharding.program.graphs import replace_uses
+from fsharding.program.graphs import drop_dead, replace_uses
 from fsharding.program.remat import recompute
 from fsharding.program.source import annotate, error_line, line_of, phase_of
 from fsharding.program.stamp import inline, marks
@@ -310,7 +310,5 @@ def _mark_updates(gm: fx.GraphModule) -> None:
 
 def sweep(gm: fx.GraphModule) -> fx.GraphModule:
     """Drop every node that no output needs, except those that write."""
-    for node in reversed(gm.graph.nodes):
-        if not node.users and node.op not in ("placeholder", "output") and not _mutates(node):
-            gm.graph.erase_node(node)
+    drop_dead(gm.graph, keep=_mutates)
     return gm

@@ -143,3 +143,6 @@ class GroupSizes:
 
     routing: RoutingState
     placed: Placed
+
+
+VALUES = (Placed, Stored, Viewed, Const, Lazy, Spread, Pending, GroupSizes, Permutation)

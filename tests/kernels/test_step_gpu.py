@@ -107,8 +107,6 @@ def test_one_cotangent_for_all_rows():
     assert torch.equal(got, row_gradient_launch(z, g.contiguous(), labels, lse, -100, torch.empty_like(z)))
 
 
-
-
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("kept", [False, True])
 def test_the_heads_gradient_in_chunks(kept, parts, monkeypatch):
